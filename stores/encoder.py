@@ -1,0 +1,28 @@
+"""The seam between packs and codecs: the builder is given an encoder and knows nothing else of codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from ziggurat.stores.stored import StoredExpert
+
+
+class RowEncoder(Protocol):
+    """Turns one stored expert into rows. Called from several threads at once."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    def row_bytes(self, tp_size: int) -> int:
+        """Payload of one rank's row, not padded."""
+        ...
+
+    def encode(self, expert: StoredExpert, tp_size: int, outs: Mapping[int, torch.Tensor]) -> None:
+        """Fill `outs[rank]` (uint8 `[row_bytes(tp_size)]`) for each rank asked for."""
+        ...
