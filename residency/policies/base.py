@@ -1,0 +1,49 @@
+"""What an eviction policy is: an order over the keys that are resident right now."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """Parameters a policy may use. `half_life` is in steps; wall time never enters an eviction decision."""
+
+    half_life: float = 256.0
+
+
+class EvictionPolicy(Protocol):
+    """Chooses which key leaves when room is needed. Keys are ints; every operation is O(log n) or better,
+    except that `victim` may look at each blocked key once.
+
+    A policy is deterministic: the same calls in the same order give the same victims on every machine.
+
+    Weights are numbers of routed (token, choice) pairs. Weight 0 means "wanted by a scan only": such a key
+    is inserted at the cold end and a touch with weight 0 changes nothing, so that a long prefill recycles
+    its own rows instead of the decode set.
+    """
+
+    name: str
+
+    def insert(self, key: int, weight: float = 1.0) -> None:
+        """Start to hold `key`. PolicyError if it is held already."""
+
+    def touch(self, key: int, weight: float = 1.0) -> None:
+        """Record a use of `key`. PolicyError if it is not held."""
+
+    def remove(self, key: int) -> None:
+        """Stop holding `key`. PolicyError if it is not held."""
+
+    def victim(self, blocked: Container[int]) -> int | None:
+        """The key to evict next, not removed yet; never one in `blocked`; None if all are blocked."""
+
+    def advance(self, steps: int = 1) -> None:
+        """Let `steps` steps of the model pass."""
+
+    def __len__(self) -> int:
+        """How many keys are held."""
+
+    def order(self) -> list[int]:
+        """All held keys, hottest first (last to be evicted first). O(n log n); for saving and tests."""
