@@ -113,8 +113,8 @@ class DiskFullError(PackWriteError):
         short = max(needed - available, 1)
         super().__init__(
             path,
-            f"{cause}: {needed} bytes needed, {available} available, {short} bytes short; free that much or choose "
-            "another pack folder (tiers.disk.path)",
+            f"{cause}: {needed} bytes needed, {available} available, {short} bytes short; "
+            "free that much or choose another pack folder (tiers.disk.path)",
         )
         self.args = (path, needed, available, cause)
         self.needed = needed
@@ -129,8 +129,8 @@ class ReaderError(StoreError):
 class RowReadError(StoreError):
     """One expert's row could not be read.
 
-    `kind`: "io" (the read failed), "short" (fewer bytes than a row arrived), "checksum" (the bytes are wrong, twice) or
-    "absent" (the row was never written).
+    `kind`: "io" (the read failed), "short" (fewer bytes than a row arrived), "checksum" (the bytes are wrong,
+    twice) or "absent" (the row was never written).
     """
 
     def __init__(self, layer_id: int, expert: int, path: Path, reason: str, kind: RowFailure = "io") -> None:

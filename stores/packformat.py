@@ -1,9 +1,9 @@
 """The pack file's format: a safetensors file with one u8 tensor of rows and one u64 tensor of checksums.
 
-    bytes 0..8          header length, little endian
-    header              JSON, padded with spaces so that the data starts on a 4 KiB boundary
-    rows                u8  [layers, experts, stride]; row (l, e) starts at data + (l * experts + e) * stride
-    checksums           u64 [layers, experts]; xxh3-64 of the row's `stride` bytes, 0 = row absent
+bytes 0..8          header length, little endian
+header              JSON, padded with spaces so that the data starts on a 4 KiB boundary
+rows                u8  [layers, experts, stride]; row (l, e) starts at data + (l * experts + e) * stride
+checksums           u64 [layers, experts]; xxh3-64 of the row's `stride` bytes, 0 = row absent
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def stride_of(row_bytes: int) -> int:
 class PackHeader:
     """What a pack holds. `hidden` and `intermediate` are the whole model's, not one rank's.
 
-    row_bytes: payload of one row; stride: the same rounded up to 4 KiB. layer_ids: the model's own number of each
-    MoE layer, in order of layer index.
+    row_bytes: payload of one row; stride: the same rounded up to 4 KiB. layer_ids: the model's own number of
+    each MoE layer, in order of layer index.
     """
 
     codec: str

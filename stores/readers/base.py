@@ -9,7 +9,7 @@ DirectMode = Literal["auto", "always", "never"]
 
 
 class ReadJob(NamedTuple):
-    """Fill `buffer` (writable, contiguous, at least one byte) from byte `offset` of the file. `tag` is the caller's."""
+    """Fill `buffer` (writable, contiguous, not empty) from byte `offset` of the file. `tag` is the caller's."""
 
     offset: int
     buffer: memoryview
@@ -45,15 +45,15 @@ class Reader(Protocol):
     def read(self, jobs: Iterable[ReadJob], arrived: Arrived | None = None) -> Iterator[ReadDone]:
         """Run the jobs and yield each one's end in order of completion.
 
-        Reading starts when the iterator is first advanced. All reads that were started are over when the iterator ends,
-        raises or is closed, so no buffer is written to after that.
-        `arrived(job)` is called in the reading thread after a job's bytes arrived in full and before its end is
-        yielded; what it raises is raised by the iterator.
+        Reading starts when the iterator is first advanced. All reads that were started are over when the
+        iterator ends, raises or is closed, so no buffer is written to after that.
+        `arrived(job)` is called in the reading thread after a job's bytes arrived in full and before its end
+        is yielded; what it raises is raised by the iterator.
         An I/O error of a job is reported in its ReadDone and does not disturb the others.
         Raises ValueError for a bad job (read-only or empty buffer, negative offset) before anything is read.
         """
         ...
 
     def close(self) -> None:
-        """Wait for reads in progress and let the file go. A later `read` raises ValueError. May be called twice."""
+        """Wait for reads in progress and let the file go. A later `read` raises ValueError. Idempotent."""
         ...
