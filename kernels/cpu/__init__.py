@@ -1,0 +1,1 @@
+"""CPU reference operations over decoded experts."""
