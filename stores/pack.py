@@ -8,7 +8,7 @@ from ziggurat.stores.errors import RowReadError
 
 
 class RowRequest(NamedTuple):
-    """Read row (layer, expert) into `buffer`, writable, at least `stride` bytes. `layer` is the layer index."""
+    """Read row (layer, expert) into `buffer`: writable, at least `stride` bytes. `layer` is a layer index."""
 
     layer: int
     expert: int

@@ -9,7 +9,7 @@ DirectMode = Literal["auto", "always", "never"]
 
 
 class ReadJob(NamedTuple):
-    """Fill `buffer` (writable, contiguous, not empty) from byte `offset` of the file. `tag` is the caller's."""
+    """Fill `buffer` (writable, contiguous, not empty) from byte `offset` on. `tag` is the caller's own."""
 
     offset: int
     buffer: memoryview
