@@ -1,0 +1,137 @@
+"""`ziggurat replay`: the determinism test for users."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from ziggurat.integration.cli.failures import CliError
+from ziggurat.integration.cli.options import ConfigOption, ModelArgument, read_inputs
+from ziggurat.integration.cli.progress import RowProgress
+from ziggurat.integration.determinism.cases import Job, make_cases, make_workloads
+from ziggurat.integration.determinism.environment import offline_environment
+from ziggurat.integration.packing import ensure_packs
+from ziggurat.integration.preflight import preflight
+from ziggurat.residency.errors import ConfigError
+from ziggurat.residency.sizes import Size
+from ziggurat.stores.checkpoint import Checkpoint
+
+_PROMPTS = (
+    "def read_config(path):\n    ",
+    "import os\nimport sys\n\nclass Cache:\n",
+    "# The quick brown fox",
+    "for i in range(10):\n",
+)
+_MODES = ("inline", "replay")
+
+
+def register(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command("replay")(replay)
+
+
+def replay(
+    model: ModelArgument = None,
+    config: ConfigOption = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="UTF-8 file, one prompt a line; default: four built-in prompts."),
+    ] = None,
+    pools: Annotated[
+        str,
+        typer.Option("--pools", help="Pool sizes to compare with the all-resident run, separated by commas."),
+    ] = "50%,25%,1 rows",
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, max=512, help="Tokens to generate per prompt.")
+    ] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Run prompts at several pool sizes, miss modes, slot orders and batches; status 1 if any logit bit differs."""
+    folder, tiers = read_inputs(model, config)
+    texts = _read_prompts(prompts)
+    sizes = [part.strip() for part in pools.split(",") if part.strip()]
+    if not sizes:
+        raise CliError("--pools names no size")
+    for size in sizes:
+        try:
+            Size.parse(size)
+        except ValueError as error:
+            raise CliError(f"--pools: {error}") from error
+    cases = make_cases(sizes, _MODES)
+    for case in cases:
+        preflight(folder, case.tiers(tiers), 1)
+    with Checkpoint.open(folder) as checkpoint, RowProgress(f"packing {tiers.codecs.base}") as progress:
+        ensure_packs(checkpoint, tiers, 1, progress)
+    job = Job(str(folder), tiers.model_dump(mode="json"), cases, make_workloads(texts), tokens)
+    results, status = _run(job)
+    identical = status == 0 and not any(line["problems"] for line in results)
+    if as_json:
+        print(json.dumps({"identical": identical, "results": results}))
+    else:
+        _show(results, identical)
+    if not identical:
+        raise typer.Exit(1)
+
+
+def _read_prompts(path: Path | None) -> list[str]:
+    if path is None:
+        return list(_PROMPTS)
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CliError(f"cannot read prompts from {path}: {error}") from error
+    if not lines:
+        raise CliError(f"{path} holds no prompt")
+    return lines
+
+
+def _run(job: Job) -> tuple[list[dict[str, Any]], int]:
+    """Run the job in a process of its own, whose environment vLLM reads at import."""
+    console = Console(stderr=True)
+    results: list[dict[str, Any]] = []
+    log: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="ziggurat-replay-") as folder:
+        path = Path(folder) / "job.json"
+        job.save(path)
+        command = [sys.executable, "-m", "ziggurat.integration.determinism.worker", str(path)]
+        process = subprocess.Popen(
+            command, env=offline_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert process.stdout is not None
+        with console.status("starting the engine") as shown:
+            for line in process.stdout:
+                marker, _, payload = line.partition("ziggurat-replay ")
+                if payload and not marker:
+                    results.append(json.loads(payload))
+                    shown.update(f"{results[-1]['case']}: {results[-1]['workload']}")
+                else:
+                    log.append(line)
+        status = process.wait()
+    expected = len(job.cases) * len(job.workloads)
+    if len(results) != expected:
+        tail = "".join(log[-30:]).strip()
+        raise ConfigError(
+            f"the engine ended (status {status}) after {len(results)} of {expected} runs:\n{tail}"
+        )
+    return results, status
+
+
+def _show(results: list[dict[str, Any]], identical: bool) -> None:
+    out = Console()
+    table = Table("case", "batches", "steps", "logits and tokens")
+    by_case: dict[str, list[dict[str, Any]]] = {}
+    for line in results:
+        by_case.setdefault(line["case"], []).append(line)
+    for case, lines in by_case.items():
+        problems = [f"{line['workload']}: {problem}" for line in lines for problem in line["problems"]]
+        steps = sum(line["steps"] for line in lines)
+        table.add_row(case, str(len(lines)), str(steps), "\n".join(problems) if problems else "identical")
+    out.print(table)
+    out.print(f"all runs identical to the all-resident run: {'yes' if identical else 'NO'}")

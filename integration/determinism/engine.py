@@ -1,0 +1,96 @@
+"""A vLLM engine in this process, with tiers, for runs whose logits are compared bit for bit.
+
+Importing this module imports vLLM; the environment of :func:`offline_environment` must be set before.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm import LLM, SamplingParams
+from ziggurat.integration.vllm.capture import CapturedStep, read_capture
+from ziggurat.integration.vllm.settings import LOAD_FORMAT, to_additional_config
+from ziggurat.integration.vllm.tiered import close_all
+from ziggurat.residency.config import TiersConfig
+
+SMALL_ENGINE: dict[str, Any] = {
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 8,
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """tokens: sampled ids of each prompt. steps: every step's logits, in order."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    steps: tuple[CapturedStep, ...]
+
+    def bits(self) -> list[npt.NDArray[np.uint32]]:
+        """Raw float32 bits of every step's logits, so that NaN and signed zeros compare too."""
+        return [step.logits.view(np.uint32) for step in self.steps]
+
+
+class Engine:
+    """One engine and the capture of its steps."""
+
+    def __init__(self, llm: Any, capture: Path) -> None:
+        self.llm = llm
+        self._capture = capture
+        self._seen = 0
+
+    def run(self, prompts: Sequence[str], tokens: int, **sampling: Any) -> Outcome:
+        """Generate greedily (unless ``sampling`` says otherwise) for one batch of prompts."""
+        parameters = SamplingParams(
+            **{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, **sampling}
+        )
+        outputs = self.llm.generate(list(prompts), parameters, use_tqdm=False)
+        steps = tuple(read_capture(self._capture / "logits.rank0.npys"))
+        new, self._seen = steps[self._seen :], len(steps)
+        return Outcome(tuple(tuple(choice.token_ids) for out in outputs for choice in out.outputs), new)
+
+    @property
+    def service(self) -> Any:
+        """The tiers of the engine, when it runs in this process."""
+        runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        return runner.get_model().ziggurat_tiers.service
+
+
+@contextmanager
+def open_engine(
+    model: Path, tiers: TiersConfig, debug: Mapping[str, Any] | None = None, **engine: Any
+) -> Iterator[Engine]:
+    """An engine of ``model`` behind ``tiers``; torn down completely on exit."""
+    with tempfile.TemporaryDirectory(prefix="ziggurat-capture-") as folder:
+        arguments = {**SMALL_ENGINE, **engine}
+        llm = LLM(
+            model=str(model),
+            load_format=LOAD_FORMAT,
+            additional_config=to_additional_config(tiers, {"capture_logits": folder, **(debug or {})}),
+            **arguments,
+        )
+        try:
+            yield Engine(llm, Path(folder))
+        finally:
+            close_all()
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            _release()
+
+
+def _release() -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+    gc.collect()

@@ -1,0 +1,107 @@
+"""From a checkpoint to packs: the one place that joins stores (files) and kernels (codecs)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from ziggurat.kernels.codecs.base import Codec
+from ziggurat.kernels.codecs.registry import get_codec
+from ziggurat.kernels.geometry import ExpertGeometry
+from ziggurat.residency.config import TiersConfig
+from ziggurat.stores.builder import build_pack, expected_header
+from ziggurat.stores.checkpoint import Checkpoint
+from ziggurat.stores.errors import PackLockedError
+from ziggurat.stores.pack import Pack
+from ziggurat.stores.packformat import PackHeader, pack_filename
+from ziggurat.stores.progress import NoProgress, ProgressSink
+from ziggurat.stores.stored import StoredExpert
+
+_LOCK_POLL_SECONDS = 0.5
+
+
+class CodecEncoder:
+    """A codec at one model's expert size, in the shape that the pack builder asks for."""
+
+    def __init__(self, codec: Codec, hidden: int, intermediate: int) -> None:
+        self._codec = codec
+        self._whole = ExpertGeometry(hidden, intermediate)
+
+    @property
+    def name(self) -> str:
+        return self._codec.name
+
+    @property
+    def version(self) -> str:
+        return self._codec.version
+
+    def row_bytes(self, tp_size: int) -> int:
+        """Payload bytes of one rank's row; CodecError if the size does not fit the codec's layout."""
+        geometry = self._whole.shard(tp_size)
+        self._codec.check(geometry)
+        return self._codec.row_bytes(geometry)
+
+    def encode(self, expert: StoredExpert, tp_size: int, outs: Mapping[int, torch.Tensor]) -> None:
+        self._codec.encode(expert, tp_size, outs)
+
+
+def encoder_for(checkpoint: Checkpoint, codec_name: str) -> CodecEncoder:
+    """The encoder of a checkpoint's experts with a named codec."""
+    return CodecEncoder(get_codec(codec_name), checkpoint.hidden, checkpoint.intermediate)
+
+
+def wanted_headers(checkpoint: Checkpoint, config: TiersConfig, tp_size: int) -> list[PackHeader]:
+    """What the pack of each tensor-parallel rank must say about itself."""
+    encoder = encoder_for(checkpoint, config.codecs.base)
+    return [expected_header(checkpoint, encoder, rank, tp_size) for rank in range(tp_size)]
+
+
+def pack_paths(checkpoint: Checkpoint, config: TiersConfig, tp_size: int) -> list[Path]:
+    """Where the pack of each rank is or will be."""
+    folder = config.tiers.disk.path
+    return [folder / pack_filename(header) for header in wanted_headers(checkpoint, config, tp_size)]
+
+
+def check_existing_packs(checkpoint: Checkpoint, config: TiersConfig, tp_size: int) -> list[Path]:
+    """Open and close each pack that exists; PackError if one is damaged or another model's. Returns the missing."""
+    missing = []
+    for header in wanted_headers(checkpoint, config, tp_size):
+        path = config.tiers.disk.path / pack_filename(header)
+        if path.exists():
+            Pack.open(path, expect=header).close()
+        else:
+            missing.append(path)
+    return missing
+
+
+def ensure_packs(
+    checkpoint: Checkpoint,
+    config: TiersConfig,
+    tp_size: int,
+    progress: ProgressSink | None = None,
+    *,
+    wait: bool = True,
+) -> list[Path]:
+    """Build the packs of all ranks unless they are there, and return their paths in rank order.
+
+    wait: if another process builds them now, wait for it (ranks of one engine start together); otherwise
+    PackLockedError. A pack that exists but does not fit is an error and is left as it is.
+    """
+    encoder = encoder_for(checkpoint, config.codecs.base)
+    while True:
+        missing = check_existing_packs(checkpoint, config, tp_size)
+        if not missing:
+            return pack_paths(checkpoint, config, tp_size)
+        ranks: Sequence[int] = range(tp_size)
+        try:
+            return list(
+                build_pack(
+                    checkpoint, encoder, config.tiers.disk.path, tp_size, ranks, progress or NoProgress()
+                )
+            )
+        except PackLockedError:
+            if not wait:
+                raise
+            time.sleep(_LOCK_POLL_SECONDS)

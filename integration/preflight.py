@@ -1,0 +1,45 @@
+"""Everything that can be refused before an engine allocates anything: model, budget, packs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ziggurat.allocators.errors import AllocatorError
+from ziggurat.integration.machine import machine_limits
+from ziggurat.integration.packing import check_existing_packs, encoder_for, pack_paths
+from ziggurat.kernels.errors import CodecError
+from ziggurat.residency.budget import ModelFacts, Plan, plan
+from ziggurat.residency.config import TiersConfig
+from ziggurat.residency.errors import ResidencyError
+from ziggurat.stores.checkpoint import Checkpoint
+from ziggurat.stores.errors import StoreError
+
+REFUSALS: tuple[type[Exception], ...] = (AllocatorError, CodecError, ResidencyError, StoreError)
+
+
+def model_facts(checkpoint: Checkpoint) -> ModelFacts:
+    """The shape that the budget needs."""
+    return ModelFacts(
+        layers=len(checkpoint.layer_ids),
+        experts=checkpoint.experts,
+        top_k=checkpoint.top_k,
+        hidden=checkpoint.hidden,
+        intermediate=checkpoint.intermediate,
+    )
+
+
+def plan_for(checkpoint: Checkpoint, config: TiersConfig, tp_size: int) -> Plan:
+    """The plan of a model on this machine; not yet required to work."""
+    row_bytes = encoder_for(checkpoint, config.codecs.base).row_bytes(tp_size)
+    paths = pack_paths(checkpoint, config, tp_size)
+    return plan(
+        config, model_facts(checkpoint), row_bytes, machine=machine_limits(config, paths), tp_size=tp_size
+    )
+
+
+def preflight(model: str | Path, config: TiersConfig, tp_size: int) -> Plan:
+    """Raise one of :data:`REFUSALS` unless ``model`` can be served; returns the plan. Reads headers only."""
+    with Checkpoint.open(Path(model)) as checkpoint:
+        result = plan_for(checkpoint, config, tp_size).require()
+        check_existing_packs(checkpoint, config, tp_size)
+    return result

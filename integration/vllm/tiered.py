@@ -1,0 +1,153 @@
+"""One tiered model in one worker process: from vLLM's layers to an :class:`ExpertService`."""
+
+from __future__ import annotations
+
+import atexit
+import re
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from ziggurat.integration.packing import ensure_packs
+from ziggurat.integration.vllm.capture import LogitsCapture
+from ziggurat.integration.vllm.errors import SetupError, UnsupportedFeatureError
+from ziggurat.integration.vllm.settings import Settings
+from ziggurat.kernels.codecs.registry import get_codec
+from ziggurat.residency.consensus import Consensus
+from ziggurat.residency.factory import open_service
+from ziggurat.residency.service import ExpertService
+from ziggurat.stores.checkpoint import Checkpoint
+
+_building: ContextVar[TieredModel | None] = ContextVar("ziggurat_building", default=None)
+_LAYER_ID = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_open: weakref.WeakSet[TieredModel] = weakref.WeakSet()
+
+
+@atexit.register
+def close_all() -> None:
+    """Close the tiers of every model in this process: heat is saved, threads are joined, memory is given back."""
+    for tiered in list(_open):
+        tiered.close()
+
+
+def building() -> TieredModel | None:
+    """The model that our loader is constructing in this context, or None when another loader is at work."""
+    return _building.get()
+
+
+class TieredModel:
+    """Collects the MoE layers while vLLM constructs the model, then opens the tiers for them.
+
+    settings: what the engine was configured with. checkpoint: the opened model folder (headers only).
+    rank, size: tensor-parallel place of this process. consensus: agreement with the other ranks.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        checkpoint: Checkpoint,
+        rank: int,
+        size: int,
+        consensus: Consensus,
+        instance: str,
+    ) -> None:
+        self.settings = settings
+        self.checkpoint = checkpoint
+        self.rank = rank
+        self.size = size
+        self.instance = instance
+        self.consensus = consensus
+        self.service: ExpertService | None = None
+        folder = settings.debug.capture_logits
+        self.capture = None if folder is None else LogitsCapture(folder, rank)
+        self._layers: list[str] = []
+
+    @contextmanager
+    def construct(self) -> Iterator[None]:
+        """While active, MoE layers that vLLM constructs belong to this model."""
+        token = _building.set(self)
+        try:
+            yield
+        finally:
+            _building.reset(token)
+
+    def check_layer(self, layer: Any, prefix: str, quant_config: Any) -> None:
+        """Raise :class:`UnsupportedFeatureError` for an MoE layer whose arithmetic is not ours."""
+        moe = layer.moe_config
+        refusals = {
+            "expert biases": getattr(moe, "has_bias", False),
+            "apply_router_weight_on_input": layer.apply_router_weight_on_input,
+            "an activation other than SiLU": str(getattr(layer.activation, "value", layer.activation))
+            != "silu",
+            "a clamped SwiGLU (swiglu_limit)": bool(getattr(layer, "swiglu_limit", None)),
+            "expert parallelism": moe.moe_parallel_config.use_ep,
+        }
+        for what, present in refusals.items():
+            if present:
+                raise UnsupportedFeatureError(f"{prefix}: {what} is not supported by tiered experts")
+
+    def register_layer(self, layer: Any, prefix: str, experts: int, hidden: int, intermediate: int) -> int:
+        """Number the next MoE layer and check that it is the one the checkpoint has there."""
+        index = len(self._layers)
+        match = _LAYER_ID.search(prefix)
+        layer_id = int(match.group(1)) if match else -1
+        expected = self.checkpoint.layer_ids[index] if index < len(self.checkpoint.layer_ids) else None
+        if layer_id != expected:
+            raise SetupError(
+                f"vLLM builds MoE layer {prefix!r} as number {index}, but the checkpoint's MoE layers are "
+                f"{list(self.checkpoint.layer_ids)}"
+            )
+        found = (experts, hidden, intermediate * self.size)
+        wanted = (self.checkpoint.experts, self.checkpoint.hidden, self.checkpoint.intermediate)
+        if found != wanted:
+            raise SetupError(
+                f"{prefix}: vLLM says (experts, hidden, intermediate) = {found}, the checkpoint {wanted}"
+            )
+        self._layers.append(prefix)
+        return index
+
+    def open(self) -> None:
+        """Build missing packs and open the tiers; called once all layers and other weights are there."""
+        if len(self._layers) != len(self.checkpoint.layer_ids):
+            raise SetupError(
+                f"vLLM built {len(self._layers)} tiered MoE layers of {len(self.checkpoint.layer_ids)} in the checkpoint: "
+                "this model class has experts that bypass vLLM's RoutedExperts and cannot be tiered"
+            )
+        config = self.settings.config
+        packs = ensure_packs(self.checkpoint, config, self.size)
+        debug = self.settings.debug
+        self.service = open_service(
+            config,
+            checkpoint_facts=self.checkpoint,
+            codec=get_codec(config.codecs.base),
+            pack_path=packs[self.rank],
+            tp_rank=self.rank,
+            tp_size=self.size,
+            consensus=self.consensus,
+            metrics_name=f"{self.instance}-{self.rank}",
+            replay_enabled=debug.replay,
+            consensus_enabled=debug.consensus,
+            shuffle_slots=debug.shuffle_slots,
+        )
+        _open.add(self)
+
+    def moe(
+        self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Routed experts of one layer: x [T, H], weights and ids [T, k] -> [T, H]."""
+        service = self.service
+        if service is None:
+            raise SetupError("a tiered layer ran before its tiers were opened")
+        return service.moe(layer, x, topk_weights, topk_ids)
+
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+        _open.discard(self)
+        service, self.service = self.service, None
+        if service is not None:
+            service.close()
+        if self.capture is not None:
+            self.capture.close()
