@@ -1,8 +1,8 @@
 """The configuration: one YAML file, checked completely before anything else happens.
 
-`load_config(path)` reads a file, `TiersConfig.from_mapping(values)` takes a mapping; both raise ConfigError with
-one line per mistake. The meaning of every key is in docs/configuration.md. No environment variable changes
-behaviour, except that ZIGGURAT_CONFIG names the file when the command line does not.
+`load_config(path)` reads a file, `TiersConfig.from_mapping(values)` takes a mapping; both raise ConfigError
+with one line per mistake. The meaning of every key is in docs/configuration.md. No environment variable
+changes behaviour, except that ZIGGURAT_CONFIG names the file when the command line does not.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class DiskTierConfig(_Section):
 
     path: ConfigPath
     direct: Literal["auto", "always", "never"] = "auto"
-    readers: int = Field(8, ge=1, le=256)
+    readers: Annotated[int, Field(ge=1, le=256)] = 8
     reader: Literal["pread"] = "pread"
     verify: Literal["always", "first-read", "never"] = "first-read"
     faults: OptionalPath = None
@@ -195,16 +195,16 @@ class MissConfig(_Section):
     """What happens to a routed expert that is not in the pool when its layer runs."""
 
     mode: Literal["auto", "inline", "replay"] = "auto"
-    max_replays: int = Field(2, ge=0, le=64)
+    max_replays: Annotated[int, Field(ge=0, le=64)] = 2
     then: Literal["exact"] = "exact"
-    tolerance: int = Field(0, ge=0)
+    tolerance: Annotated[int, Field(ge=0)] = 0
 
 
 class HeatConfig(_Section):
     """How often each expert was routed to, kept over restarts."""
 
     path: HeatPath = "auto"
-    save_every_steps: int = Field(256, ge=1)
+    save_every_steps: Annotated[int, Field(ge=1)] = 256
     warm_start: bool = True
 
 

@@ -1,4 +1,4 @@
-"""What pydantic found, as one line per mistake that names the key and, for an unknown key, the nearest one."""
+"""What pydantic found, as one line per mistake that names the key and, for an unknown one, the nearest."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ziggurat.residency.budget import Plan
+    from ziggurat.residency.budget_plan import Plan
 
 __all__ = ["BudgetError", "ConfigError", "ResidencyError"]
 

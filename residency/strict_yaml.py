@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._depth += 1
         self._composed += 1
-        event = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's stubs lack it
         mark = event.start_mark
         if self._depth > MAX_DEPTH:
             raise _RefusedError(f"nested more than {MAX_DEPTH} deep", mark)

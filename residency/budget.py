@@ -1,0 +1,347 @@
+"""The budget: what each tier takes and whether this machine can give it, before anything is allocated.
+
+`plan()` is a pure function of a configuration, the model's shape, the bytes of a row and the machine's limits
+as plain numbers. It always returns a Plan; `Plan.require()` raises BudgetError if a check is short. A row
+is one expert as one tensor-parallel rank holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ziggurat.residency.budget_plan import ArenaKind, Check, Plan, RankPlan
+from ziggurat.residency.config import TiersConfig
+from ziggurat.residency.errors import ConfigError
+from ziggurat.residency.sizes import format_bytes, row_stride
+
+__all__ = ["Check", "MachineLimits", "ModelFacts", "Plan", "RankPlan", "memory_reserve", "plan"]
+
+# Header and padding of a pack file are one or a few 4 KiB pages; its checksums are 8 bytes a row.
+_PACK_HEADER_ALLOWANCE = 64 << 10
+_CHECKSUM_BYTES = 8
+_AUTO_PERCENT = 25
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The shape of a model's routed experts; `hidden` and `intermediate` are the whole model's."""
+
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+    @property
+    def rows(self) -> int:
+        """Experts of all layers: the rows of one pack."""
+        return self.layers * self.experts
+
+    def rank_intermediate(self, tp_size: int) -> int:
+        """Intermediate channels that each of `tp_size` ranks holds. ConfigError if they do not divide."""
+        if tp_size < 1:
+            raise ConfigError(f"tensor parallel size: at least 1, not {tp_size}")
+        if self.intermediate % tp_size:
+            raise ConfigError(
+                f"tensor parallel size {tp_size} does not divide the experts' {self.intermediate} channels"
+            )
+        return self.intermediate // tp_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineLimits:
+    """What the machine can give, in bytes. None: not known, or no limit; no check is made against it.
+
+    `cgroup_headroom` is the tightest limit of the process's control groups less what they use; `memlock` the
+    locked-memory limit that binds this process; `device_free` the free memory of the fullest of the devices
+    (on the CPU the pool is host memory); `packs_to_write` what the packs of the plan still take on disk
+    (None: as much as all of them).
+    """
+
+    device: str = "cpu"
+    memory_available: int | None = None
+    cgroup_headroom: int | None = None
+    memlock: int | None = None
+    device_free: int | None = None
+    disk_free: int | None = None
+    disk_writable: bool = True
+    packs_to_write: int | None = None
+    direct_io: bool | None = None
+
+
+def memory_reserve(available: int) -> int:
+    """Bytes of `available` host memory that tiers leave to everything else: a tenth, 256 MiB to 4 GiB."""
+    return min(max(available // 10, 256 << 20), 4 << 30)
+
+
+def plan(
+    config: TiersConfig,
+    facts: ModelFacts,
+    row_bytes: int,
+    *,
+    machine: MachineLimits,
+    tp_size: int = 1,
+    rank: int | None = None,
+    graph_tokens: int = 0,
+) -> Plan:
+    """Sizes every tier and checks it against `machine`.
+
+    `row_bytes`: payload of one row of one rank. `rank` None plans all ranks on this machine together; a
+    number plans that rank alone, against what the machine has left at this moment. `graph_tokens`: tokens
+    of the largest captured batch, 0 where the host runs the layers. Raises ConfigError if the model or a
+    list of sizes does not fit `tp_size`.
+    """
+    facts.rank_intermediate(tp_size)
+    if rank is not None and not 0 <= rank < tp_size:
+        raise ConfigError(f"rank {rank} of {tp_size} does not exist")
+    return _Planner(config, facts, row_bytes, machine, tp_size, rank, graph_tokens).plan()
+
+
+class _Planner:
+    """The steps of `plan()`, which share their inputs and add to one list of notes."""
+
+    def __init__(
+        self,
+        config: TiersConfig,
+        facts: ModelFacts,
+        row_bytes: int,
+        machine: MachineLimits,
+        tp_size: int,
+        rank: int | None,
+        graph_tokens: int,
+    ) -> None:
+        self.config, self.machine, self.tp_size, self.row_bytes = config, machine, tp_size, row_bytes
+        self.host, self.disk, self.device = config.tiers.host, config.tiers.disk, config.tiers.device
+        self.planned = range(tp_size) if rank is None else (rank,)
+        self.stride, self.total = row_stride(row_bytes), facts.rows
+        self.on_cpu = machine.device == "cpu"
+        # Eager code serves a layer in chunks, so one slot is enough; a graph needs all it can route to.
+        self.pool_floor = max(1, min(facts.experts, facts.top_k * graph_tokens))
+        self.arena_floor = min(self.disk.readers, self.total)
+        self.notes: list[str] = []
+        spendable = [
+            max(0, have - memory_reserve(have))
+            for have in (machine.memory_available, machine.cgroup_headroom)
+            if have is not None
+        ]
+        self.share = min(spendable) // tp_size if spendable else None  # of host memory, for each rank
+
+    def plan(self) -> Plan:
+        kind = self._arena_kind()
+        ranks = tuple(self._rank(one, kind) for one in self.planned)
+        if not any(one.arena_rows for one in ranks):
+            kind = "none"
+        pack_bytes = self.total * self.stride
+        return Plan(
+            device=self.machine.device,
+            codec=self.config.codecs.base,
+            tp_size=self.tp_size,
+            row_bytes=self.row_bytes,
+            stride=self.stride,
+            rows=self.total,
+            pack_bytes=pack_bytes,
+            pool_floor=self.pool_floor,
+            arena_floor=self.arena_floor,
+            arena_kind=kind,
+            ranks=ranks,
+            checks=tuple(self._checks(ranks, kind, pack_bytes)),
+            notes=tuple(dict.fromkeys(self.notes)),
+        )
+
+    def _arena_kind(self) -> ArenaKind:
+        if self.on_cpu:
+            return "pageable"
+        limit = self.machine.memlock
+        if limit is None or self.host.on_limit != "pageable" or self.host.size.is_auto:
+            return "pinned"
+        wanted = min(self.host.size.rows(stride=self.stride, total_rows=self.total), self.total) * self.stride
+        if wanted <= limit:
+            return "pinned"
+        self.notes.append(
+            f"the arena is pageable: {format_bytes(wanted)} is more than the locked-memory limit of"
+            f" {format_bytes(limit)} and tiers.host.on_limit is pageable"
+        )
+        return "pageable"
+
+    def _rank(self, rank: int, kind: ArenaKind) -> RankPlan:
+        pool_rows = self._pool_rows(rank)
+        arena_rows = self._arena_rows(rank, kind, pool_rows)
+        return RankPlan(
+            rank=rank,
+            pool_rows=pool_rows,
+            pool_bytes=pool_rows * self.stride,
+            arena_rows=arena_rows,
+            arena_bytes=arena_rows * self.stride,
+            staging_bytes=0 if arena_rows else self.arena_floor * self.stride,
+            coverage=pool_rows / self.total,
+        )
+
+    def _pool_rows(self, rank: int) -> int:
+        size = self.device.size_of(rank, self.tp_size)
+        if not size.is_auto:
+            return self._capped(size.rows(stride=self.stride, total_rows=self.total), "tiers.device.size")
+        memory = self.share if self.on_cpu else self.machine.device_free
+        part = self.total * _AUTO_PERCENT // 100
+        if memory is None:
+            return max(part, self.pool_floor)
+        if self.total * self.stride <= memory // 4:
+            return self.total
+        return max(min(part, memory // 2 // self.stride), self.pool_floor)
+
+    def _arena_rows(self, rank: int, kind: ArenaKind, pool_rows: int) -> int:
+        size, bound = self.host.size, self._arena_bound(kind, pool_rows)
+        if size.is_auto:
+            if pool_rows >= self.total:
+                self.notes.append("no arena: the pool holds every expert")
+                return 0
+            wanted = max(self.total * _AUTO_PERCENT // 100, self.arena_floor)
+            rows = wanted if bound is None else min(wanted, bound)
+            if rows < self.arena_floor:
+                self.notes.append(
+                    f"no arena: host memory has room for {rows} rows, fewer than {self.arena_floor} readers"
+                )
+                return 0
+            return rows
+        rows = self._capped(size.rows(stride=self.stride, total_rows=self.total), "tiers.host.size")
+        if self.host.on_limit != "shrink" or bound is None or rows <= bound or rows <= self.arena_floor:
+            return rows
+        shrunk = max(bound, self.arena_floor)
+        self.notes.append(
+            f"rank {rank}: arena shrunk from {rows} to {shrunk} rows"
+            f" ({format_bytes(shrunk * self.stride)}) to fit (tiers.host.on_limit: shrink)"
+        )
+        return shrunk
+
+    def _arena_bound(self, kind: ArenaKind, pool_rows: int) -> int | None:
+        """Rows of arena that fit this rank's share of host memory and its locked-memory limit."""
+        bounds = []
+        if self.share is not None:
+            bounds.append(self.share - (pool_rows * self.stride if self.on_cpu else 0))
+        if kind == "pinned" and self.machine.memlock is not None:
+            bounds.append(self.machine.memlock)
+        return max(0, min(bounds)) // self.stride if bounds else None
+
+    def _capped(self, rows: int, key: str) -> int:
+        if rows > self.total:
+            self.notes.append(f"{key} has room for {rows} rows; {self.total} hold every expert and are used")
+            return self.total
+        return rows
+
+    def _checks(self, ranks: tuple[RankPlan, ...], kind: ArenaKind, pack_bytes: int) -> Iterable[Check]:
+        yield self._pool_floor_check(ranks)
+        if kind != "none":
+            smallest = min(ranks, key=lambda one: one.arena_rows)
+            yield Check(
+                "arena floor",
+                self.arena_floor,
+                smallest.arena_rows,
+                "rows",
+                "tiers.host.size",
+                f"raise tiers.host.size to {self.arena_floor} rows, set it to 0, or lower tiers.disk.readers",
+                f"a place for each read in flight{self._of_rank(smallest)}",
+            )
+        yield from self._memory_checks(ranks)
+        if kind == "pinned" and self.machine.memlock is not None:
+            largest = max(ranks, key=lambda one: one.arena_bytes)
+            yield Check(
+                "locked memory",
+                largest.arena_bytes,
+                self.machine.memlock,
+                "bytes",
+                "tiers.host.size",
+                "raise the limit (ulimit -l), lower tiers.host.size, or set tiers.host.on_limit: pageable",
+                f"arena{self._of_rank(largest)}",
+            )
+        if not self.on_cpu and self.machine.device_free is not None:
+            largest = max(ranks, key=lambda one: one.pool_bytes)
+            yield Check(
+                "device memory",
+                largest.pool_bytes,
+                self.machine.device_free,
+                "bytes",
+                "tiers.device.size",
+                "lower tiers.device.size",
+                f"pool{self._of_rank(largest)}",
+            )
+        yield from self._disk_checks(pack_bytes)
+
+    def _pool_floor_check(self, ranks: tuple[RankPlan, ...]) -> Check:
+        smallest = min(ranks, key=lambda one: one.pool_rows)
+        return Check(
+            "pool floor",
+            self.pool_floor,
+            smallest.pool_rows,
+            "rows",
+            "tiers.device.size",
+            f"raise tiers.device.size to {format_bytes(self.pool_floor * self.stride)} or more",
+            f"{format_bytes(self.stride)} a row{self._of_rank(smallest)}",
+        )
+
+    def _memory_checks(self, ranks: tuple[RankPlan, ...]) -> Iterable[Check]:
+        arena = sum(one.arena_bytes for one in ranks)
+        staging = sum(one.staging_bytes for one in ranks)
+        pool = sum(one.pool_bytes for one in ranks) if self.on_cpu else 0
+        parts = {"arena": arena, "reads in flight": staging, "pool": pool}
+        detail = " + ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
+        if staging > max(arena, pool):
+            key, advice = "tiers.disk.readers", "lower tiers.disk.readers"
+        elif pool >= arena:
+            key, advice = "tiers.device.size", "lower tiers.device.size"
+        else:
+            key = "tiers.host.size"
+            advice = "lower tiers.host.size or set tiers.host.on_limit: shrink"
+        for name, available in (
+            ("host memory", self.machine.memory_available),
+            ("cgroup memory", self.machine.cgroup_headroom),
+        ):
+            if available is not None:
+                reserve = memory_reserve(available)
+                yield Check(
+                    name,
+                    arena + staging + pool,
+                    max(0, available - reserve),
+                    "bytes",
+                    key,
+                    advice,
+                    f"{detail}; {format_bytes(reserve)} of {format_bytes(available)} left to everything else",
+                )
+
+    def _disk_checks(self, pack_bytes: int) -> Iterable[Check]:
+        folder, missing = self.disk.path, self.machine.packs_to_write
+        if missing is None:
+            each = pack_bytes + _CHECKSUM_BYTES * self.total + _PACK_HEADER_ALLOWANCE
+            missing = each * len(self.planned)
+        if missing > 0 and not self.machine.disk_writable:
+            yield Check(
+                "pack folder",
+                1,
+                0,
+                "support",
+                "tiers.disk.path",
+                "make it writable or point tiers.disk.path elsewhere",
+                f"{folder} is not writable and {format_bytes(missing)} of packs are not built",
+            )
+        elif self.machine.disk_free is not None:
+            yield Check(
+                "disk space",
+                missing,
+                self.machine.disk_free,
+                "bytes",
+                "tiers.disk.path",
+                "free space there or point tiers.disk.path elsewhere",
+                f"packs not yet built in {folder}",
+            )
+        if self.disk.direct == "always" and self.machine.direct_io is False:
+            yield Check(
+                "direct I/O",
+                1,
+                0,
+                "support",
+                "tiers.disk.direct",
+                "set tiers.disk.direct to auto or point tiers.disk.path elsewhere",
+                f"the filesystem of {folder} does not support it",
+            )
+
+    def _of_rank(self, one: RankPlan) -> str:
+        return f", rank {one.rank}" if self.tp_size > 1 else ""
