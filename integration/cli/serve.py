@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from ziggurat.integration.cli.failures import CliError
@@ -15,7 +16,7 @@ from ziggurat.integration.packing import ensure_packs
 from ziggurat.integration.preflight import preflight
 from ziggurat.integration.vllm.compat import check_version
 from ziggurat.integration.vllm.errors import SetupError
-from ziggurat.integration.vllm.settings import KEY, LOAD_FORMAT, to_additional_config
+from ziggurat.integration.vllm.settings import KEY, LOAD_FORMAT, DebugOptions, to_additional_config
 from ziggurat.residency.config import TiersConfig
 from ziggurat.stores.checkpoint import Checkpoint
 
@@ -27,13 +28,18 @@ def register(app: typer.Typer) -> None:
     app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(serve)
 
 
-def serve(context: typer.Context, model: ModelArgument = None, config: ConfigOption = None) -> None:
+def serve(
+    context: typer.Context,
+    model: ModelArgument = None,
+    config: ConfigOption = None,
+    debug_json: Annotated[str | None, typer.Option("--debug-json", hidden=True)] = None,
+) -> None:
     """Serve MODEL through tiers; arguments after `--` go to `vllm serve`."""
     extra = list(context.args)
     folder, tiers = read_inputs(model, config)
     check_version()
     check_plugin_visible()
-    arguments = vllm_arguments(folder, tiers, extra)
+    arguments = vllm_arguments(folder, tiers, extra, _parse_debug(debug_json))
     tp = tensor_parallel_size(extra)
     preflight(folder, tiers, tp)
     with Checkpoint.open(folder) as checkpoint, RowProgress(f"packing {tiers.codecs.base}") as progress:
@@ -63,13 +69,27 @@ def tensor_parallel_size(arguments: list[str]) -> int:
     return 1
 
 
-def vllm_arguments(folder: Path, tiers: TiersConfig, extra: list[str]) -> list[str]:
+def _parse_debug(text: str | None) -> dict[str, Any]:
+    """Switches of the determinism tests (``DebugOptions``), for our own demo and tests."""
+    if text is None:
+        return {}
+    try:
+        debug = json.loads(text)
+    except ValueError as error:
+        raise CliError(f"--debug-json is not JSON: {error}") from error
+    if not isinstance(debug, dict):
+        raise CliError("--debug-json must be a JSON object")
+    DebugOptions.from_mapping(debug)
+    return debug
+
+
+def vllm_arguments(folder: Path, tiers: TiersConfig, extra: list[str], debug: dict[str, Any]) -> list[str]:
     """The arguments of `vllm serve`: ours first, the user's behind; CliError where they collide."""
     for argument in extra:
         name = argument.partition("=")[0].replace("_", "-")
         if name in _OURS:
             raise CliError(f"{name} is set by `ziggurat serve`; remove it")
-    additional = to_additional_config(tiers)
+    additional = to_additional_config(tiers, debug)
     extra, given = _take_additional_config(extra)
     if KEY in given:
         raise CliError(f"--additional-config already has a {KEY!r} key; the configuration comes from -c")

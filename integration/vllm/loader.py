@@ -69,7 +69,7 @@ class ZigguratLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is untyp
                         and not checkpoint.is_ignored(name)
                     ):
                         raise SetupError(
-                            f"tensor {name} looks like a routed expert but the packs do not hold it: vLLM would drop it "
+                            f"tensor {name} looks like a routed expert but no pack holds it: vLLM would drop it "
                             "silently or the model would answer wrong"
                         )
                     yield name, file.get_tensor(name)

@@ -113,7 +113,7 @@ class TieredModel:
         """Build missing packs and open the tiers; called once all layers and other weights are there."""
         if len(self._layers) != len(self.checkpoint.layer_ids):
             raise SetupError(
-                f"vLLM built {len(self._layers)} tiered MoE layers of {len(self.checkpoint.layer_ids)} in the checkpoint: "
+                f"vLLM built {len(self._layers)} of the checkpoint's {len(self.checkpoint.layer_ids)} MoE layers: "
                 "this model class has experts that bypass vLLM's RoutedExperts and cannot be tiered"
             )
         config = self.settings.config
