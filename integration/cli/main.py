@@ -6,6 +6,7 @@ import sys
 
 import typer
 from rich.console import Console
+
 from ziggurat.integration.cli import doctor, packs, plan, replay, serve
 from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.preflight import REFUSALS

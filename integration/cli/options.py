@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from ziggurat.integration.cli.failures import CliError
 from ziggurat.residency.config import TiersConfig, find_config, load_config
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import numpy as np
 import typer
 from rich.console import Console
+
 from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.cli.options import ConfigOption, ModelArgument, TensorParallelOption, read_inputs
 from ziggurat.integration.cli.progress import RowProgress

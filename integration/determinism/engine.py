@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllm import LLM, SamplingParams
+
 from ziggurat.integration.vllm.capture import CapturedStep, read_capture
 from ziggurat.integration.vllm.settings import LOAD_FORMAT, to_additional_config
 from ziggurat.integration.vllm.tiered import close_all

@@ -17,6 +17,7 @@ def install_experts() -> None:
         return
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
     from ziggurat.integration.vllm.tiered import building
 
     stock_weight_loader = RoutedExperts.weight_loader

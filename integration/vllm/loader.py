@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
 from ziggurat.integration.vllm import compat
 from ziggurat.integration.vllm.consensus import TensorParallelConsensus
 from ziggurat.integration.vllm.errors import SetupError

@@ -37,6 +37,7 @@ def register() -> None:
 
 def _register_loader() -> None:
     from vllm.model_executor.model_loader import register_model_loader
+
     from ziggurat.integration.vllm.loader import ZigguratLoader
 
     register_model_loader(LOAD_FORMAT)(ZigguratLoader)
@@ -76,6 +77,7 @@ def _patch_engine_args() -> None:
 
 def _check(config: Any, usage_context: Any) -> None:
     from vllm.usage.usage_lib import UsageContext
+
     from ziggurat.integration.preflight import REFUSALS, preflight
     from ziggurat.integration.vllm.failures import patch_api_process
     from ziggurat.integration.vllm.guard import check_engine

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from ziggurat.integration.vllm.failures import attach_failures
 from ziggurat.integration.vllm.patching import is_patched, patch_once
 from ziggurat.residency.service import PassPath, StepTokens

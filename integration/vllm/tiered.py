@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+
 from ziggurat.integration.packing import ensure_packs
 from ziggurat.integration.vllm.capture import LogitsCapture
 from ziggurat.integration.vllm.errors import SetupError, UnsupportedFeatureError

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from ziggurat.integration.determinism.environment import OFFLINE
 from ziggurat.residency.config import TiersConfig
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support.checkpoints import write_checkpoint
 from support.engines import LONG, assert_identical, run_workloads
 from ziggurat.integration.determinism.compare import differences
