@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
+
 from ziggurat.stores.stored import StoredExpert
 
 

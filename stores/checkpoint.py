@@ -1,0 +1,171 @@
+"""A model's checkpoint, as far as its routed experts are concerned."""
+
+from __future__ import annotations
+
+import mmap
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from ziggurat.stores.errors import CheckpointError
+from ziggurat.stores.identity import identity_of
+from ziggurat.stores.inventory import Inventory, Key, Part, take_inventory
+from ziggurat.stores.mapping import TORCH_DTYPES, MappedFile, merge_ranges
+from ziggurat.stores.modelconfig import ModelConfig, read_model_config
+from ziggurat.stores.names import Matrix
+from ziggurat.stores.shards import ShardSet, read_shards
+from ziggurat.stores.stored import StoredExpert, StoredWeight, WeightFormat
+
+
+class Checkpoint:
+    """An opened checkpoint folder, all of whose expert tensors are known to be there and well-shaped.
+
+    Tensors that `expert` returns are views of the mapped files and stay valid after `close`. Safe for concurrent use.
+    """
+
+    def __init__(
+        self, path: Path, config: ModelConfig, shards: ShardSet, inventory: Inventory, identity: str
+    ) -> None:
+        self.path = path
+        self.identity = identity
+        self.architecture = config.architecture
+        self.layer_ids = config.moe_layers
+        self.experts = config.experts
+        self.hidden = config.hidden
+        self.intermediate = config.intermediate
+        self.top_k = config.top_k
+        self.format: WeightFormat = inventory.format
+        self.block = inventory.block
+        self.dtype = config.dtype or _common_dtype(shards, inventory.names)
+        self.expert_tensor_names = inventory.names
+        self._inventory = inventory
+        self._files = [MappedFile(header) for header in shards.headers]
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Open and check a checkpoint. Reads headers and sampled pages only.
+
+        Raises CheckpointError naming what is missing, doubled, misshapen or unsupported.
+        """
+        folder = Path(folder)
+        config = read_model_config(folder)
+        shards = read_shards(folder)
+        inventory = take_inventory(folder, config, shards)
+        return cls(folder, config, shards, inventory, identity_of(shards.headers, config.block))
+
+    @property
+    def layers(self) -> int:
+        """Number of MoE layers."""
+        return len(self.layer_ids)
+
+    def expert(self, layer_index: int, expert: int) -> StoredExpert:
+        """The three matrices of one expert, without reading them. Raises IndexError out of range."""
+        if not (0 <= layer_index < self.layers and 0 <= expert < self.experts):
+            raise IndexError(
+                f"layer index {layer_index}, expert {expert}: the model has {self.layers} x {self.experts}"
+            )
+        layer = self.layer_ids[layer_index]
+        make = self._from_fused if layer in self._inventory.fused else self._from_single
+        return StoredExpert(make(layer, expert, "w1"), make(layer, expert, "w3"), make(layer, expert, "w2"))
+
+    def layer_bytes(self, layer_index: int) -> int:
+        """Bytes of one layer's expert tensors in the checkpoint."""
+        return sum(part.info.nbytes for part in self._layer(layer_index))
+
+    def prefetch_layer(self, layer_index: int) -> None:
+        """Have the kernel start reading a layer."""
+        self._advise(layer_index, mmap.MADV_WILLNEED)
+
+    def release_layer(self, layer_index: int) -> None:
+        """Unmap a layer's pages, so that reading a whole checkpoint keeps only a few layers resident."""
+        self._advise(layer_index, mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Let the files go once the last tensor made from them is gone."""
+        self._files = []
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _layer(self, layer_index: int) -> Iterator[Part]:
+        return self._inventory.of_layer(self.layer_ids[layer_index], self.experts)
+
+    def _advise(self, layer_index: int, advice: int) -> None:
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        for part in self._layer(layer_index):
+            ranges.setdefault(part.shard, []).append((part.info.begin, part.info.end))
+        for shard, pieces in ranges.items():
+            self._file(shard).advise(merge_ranges(pieces), advice)
+
+    def _file(self, shard: int) -> MappedFile:
+        if not self._files:
+            raise ValueError(f"checkpoint {self.path} is closed")
+        return self._files[shard]
+
+    def _tensor(self, part: Part) -> torch.Tensor:
+        return self._file(part.shard).tensor(part.info)
+
+    def _from_single(self, layer: int, expert: int, matrix: Matrix) -> StoredWeight:
+        parts, form = self._inventory.parts, self.format
+        part = parts[Key(layer, expert, matrix, "weight")]
+        scale, scale_2 = (parts.get(Key(layer, expert, matrix, kind)) for kind in ("scale", "scale_2"))
+        data = self._tensor(part)
+        scales = None if scale is None else self._tensor(scale)
+        if form in ("nvfp4", "mxfp4"):
+            data = data.view(torch.uint8)
+        if form == "mxfp4" and scales is not None:
+            scales = scales.view(torch.uint8)
+        return StoredWeight(
+            name=part.info.name,
+            format=form,
+            shape=self._shape(matrix),
+            data=data,
+            scale=scales,
+            scale_2=None if scale_2 is None else self._tensor(scale_2).view(()),
+            block=self.block,
+        )
+
+    def _from_fused(self, layer: int, expert: int, matrix: Matrix) -> StoredWeight:
+        parts = self._inventory.parts
+        key = Key(layer, None, "w2" if matrix == "w2" else "w13", "weight")
+        shape = self._shape(matrix)
+        first = shape[0] if matrix == "w3" else 0  # gate stands over up
+        data = self._tensor(parts[key])[expert]
+        if self._inventory.transposed:
+            data = data.T
+        scale = parts.get(key._replace(kind="scale"))
+        scales = None
+        if scale is not None and self.block is not None:
+            rows = -(-shape[0] // self.block[0])
+            scales = self._tensor(scale)[expert].narrow(0, first // self.block[0], rows)
+        return StoredWeight(
+            name=f"{parts[key].info.name}[{expert}]",
+            format=self.format,
+            shape=shape,
+            data=data.narrow(0, first, shape[0]),
+            scale=scales,
+            block=self.block,
+        )
+
+    def _shape(self, matrix: Matrix) -> tuple[int, int]:
+        return (self.hidden, self.intermediate) if matrix == "w2" else (self.intermediate, self.hidden)
+
+
+def _common_dtype(shards: ShardSet, expert_names: frozenset[str]) -> torch.dtype:
+    """The float dtype that most bytes outside the experts have; for a config.json that does not say."""
+    sizes: Counter[str] = Counter()
+    for header in shards.headers:
+        for info in header.tensors.values():
+            if info.dtype in ("BF16", "F16", "F32") and info.name not in expert_names:
+                sizes[info.dtype] += info.nbytes
+    if not sizes:
+        raise CheckpointError(f"{shards.headers[0].path}: no float tensor outside the experts")
+    return TORCH_DTYPES[sizes.most_common(1)[0][0]]
