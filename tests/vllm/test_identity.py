@@ -37,7 +37,7 @@ def reference(make_tiers: TiersFactory) -> Reference:
         if (model, codec) not in known:
             with open_engine(model, make_tiers(pool="100%", codec=codec)) as engine:
                 known[model, codec] = run_workloads(engine)
-                assert engine.service.metrics.value("ziggurat_misses_total") == 0
+                assert engine.service.metrics.value("ziggurat_missed_pairs_total") == 0
         return known[model, codec]
 
     return answers
@@ -103,7 +103,7 @@ def test_without_replay_the_test_fails(
     expected = reference(demo_model, "bf16")["long prompt"]
     with open_engine(demo_model, make_tiers(pool="25%", mode="replay"), {"replay": False}) as engine:
         found = engine.run([LONG, *("# The quick brown fox",)], 4)
-        assert engine.service.metrics.value("ziggurat_misses_total") > 0
+        assert engine.service.metrics.value("ziggurat_missed_pairs_total") > 0
     with open_engine(demo_model, make_tiers(pool="25%", mode="replay")) as engine:
         repaired = engine.run([LONG, *("# The quick brown fox",)], 4)
     assert differences(repaired, found)
