@@ -15,7 +15,7 @@ from ziggurat.stores.identity import identity_of
 from ziggurat.stores.inventory import Inventory, Key, Part, take_inventory
 from ziggurat.stores.mapping import TORCH_DTYPES, MappedFile, merge_ranges
 from ziggurat.stores.modelconfig import ModelConfig, read_model_config
-from ziggurat.stores.names import Matrix
+from ziggurat.stores.names import Matrix, parse_expert_name
 from ziggurat.stores.shards import ShardSet, read_shards
 from ziggurat.stores.stored import StoredExpert, StoredWeight, WeightFormat
 
@@ -23,7 +23,9 @@ from ziggurat.stores.stored import StoredExpert, StoredWeight, WeightFormat
 class Checkpoint:
     """An opened checkpoint folder, all of whose expert tensors are known to be there and well-shaped.
 
-    Tensors that `expert` returns are views of the mapped files and stay valid after `close`. Safe for concurrent use.
+    `shards` are its files; `expert_tensor_names` every tensor name of the main layers' experts, input scales too.
+    Tensors that `expert` returns are views of the mapped files and stay valid after `close`. Safe for concurrent
+    use.
     """
 
     def __init__(
@@ -41,6 +43,8 @@ class Checkpoint:
         self.block = inventory.block
         self.dtype = config.dtype or _common_dtype(shards, inventory.names)
         self.expert_tensor_names = inventory.names
+        self.shards = tuple(header.path for header in shards.headers)
+        self._main_layers = config.layers
         self._inventory = inventory
         self._files = [MappedFile(header) for header in shards.headers]
 
@@ -70,6 +74,13 @@ class Checkpoint:
         layer = self.layer_ids[layer_index]
         make = self._from_fused if layer in self._inventory.fused else self._from_single
         return StoredExpert(make(layer, expert, "w1"), make(layer, expert, "w3"), make(layer, expert, "w2"))
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a tensor is an expert's of the layers behind the main ones, which only predict further tokens."""
+        if ".experts." not in name:
+            return False
+        parsed = parse_expert_name(name)
+        return "mtp" in name.split(".") or (parsed is not None and parsed.layer >= self._main_layers)
 
     def layer_bytes(self, layer_index: int) -> int:
         """Bytes of one layer's expert tensors in the checkpoint."""
