@@ -50,6 +50,7 @@ class Engine:
         self.llm = llm
         self._capture = capture
         self._seen = 0
+        self.last_logprobs: list[Any] = []
 
     def run(self, prompts: Sequence[str], tokens: int, **sampling: Any) -> Outcome:
         """Generate greedily (unless ``sampling`` says otherwise) for one batch of prompts."""
@@ -57,6 +58,9 @@ class Engine:
             **{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, **sampling}
         )
         outputs = self.llm.generate(list(prompts), parameters, use_tqdm=False)
+        self.last_logprobs = [
+            (choice.logprobs, out.prompt_logprobs) for out in outputs for choice in out.outputs
+        ]
         steps = tuple(read_capture(self._capture / "logits.rank0.npys"))
         new, self._seen = steps[self._seen :], len(steps)
         return Outcome(tuple(tuple(choice.token_ids) for out in outputs for choice in out.outputs), new)

@@ -76,7 +76,7 @@ def test_unequal_pools_and_a_failing_rank(
     tmp_path: Path,
     miss: dict[str, Any],
 ) -> None:
-    """Identity first; then rank 1 alone cannot read: both ranks end the request and name the expert; then all is well."""
+    """Identity first; then rank 1 alone cannot read: both ranks end the request and name the expert; then all heals."""
     expected, reports = reference
     faults = tmp_path / "faults.json"
     faults.write_text("[]", encoding="utf-8")
