@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+
 from ziggurat.kernels.codecs.base import Codec
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.geometry import ExpertGeometry
