@@ -6,9 +6,7 @@ All of them are misuse or a broken set-up. A failed read of a row is not among t
 
 from __future__ import annotations
 
-
-class ResidencyError(Exception):
-    """Base of everything the running service raises."""
+from ziggurat.residency.errors import ResidencyError
 
 
 class PolicyError(ResidencyError):
@@ -41,3 +39,7 @@ class StepError(ResidencyError):
 
 class MetricsBufferError(ResidencyError):
     """A metrics buffer is too small, or was written by another schema version."""
+
+
+class UnsupportedDeviceError(ResidencyError):
+    """The configuration asks for a pool on a device that has no pool implementation."""

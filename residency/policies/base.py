@@ -30,6 +30,10 @@ class EvictionPolicy(Protocol):
     def insert(self, key: int, weight: float = 1.0) -> None:
         """Start to hold `key`. PolicyError if it is held already."""
 
+    def seed(self, key: int, heat: float) -> None:
+        """Start to hold `key` because earlier runs used it. Called hottest first; whatever was used since this
+        policy was made and is as frequent stays longer. PolicyError if it is held already."""
+
     def touch(self, key: int, weight: float = 1.0) -> None:
         """Record a use of `key`. PolicyError if it is not held."""
 

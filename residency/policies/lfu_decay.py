@@ -41,6 +41,9 @@ class LfuDecayPolicy:
         self._held.add(key)
         self._set(key, self._scores.get(key, 0.0) + weight * self._unit())
 
+    def seed(self, key: int, heat: float) -> None:
+        self.insert(key, heat)
+
     def touch(self, key: int, weight: float = 1.0) -> None:
         if key not in self._held:
             raise PolicyError(f"lfu-decay: key {key} was touched but is not held; insert it first")

@@ -25,6 +25,9 @@ class LruPolicy:
         if weight <= 0.0:
             self._keys.move_to_end(key, last=False)
 
+    def seed(self, key: int, heat: float) -> None:
+        self.insert(key, 0.0)  # hottest first at the cold end leaves the coldest as the next victim
+
     def touch(self, key: int, weight: float = 1.0) -> None:
         if key not in self._keys:
             raise PolicyError(f"lru: key {key} was touched but is not held; insert it first")

@@ -1,0 +1,315 @@
+"""The host arena as a cache over the pack.
+
+A place of the arena holds one row. Most places are cache: a key is found there until another row needs the place.
+A few places are staging: rows that may not displace anything pass through them, and the place is free again as soon
+as the row has been copied on. Three rules hold whatever happens:
+
+* a key is findable only after its bytes arrived and were verified, so a failed read never becomes a hit;
+* rows that only a scan wants (weight 0) fill free places and never evict;
+* a place that a step in flight may still read is not written to before that step's epoch is closed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from ziggurat.residency.policies.base import EvictionPolicy
+from ziggurat.residency.ports import RowArena, RowPack
+from ziggurat.residency.runtime_errors import HostCacheError
+from ziggurat.stores.pack import RowRequest
+
+Source = Literal["arena", "pack"]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedRow:
+    """A row in host memory. `row` (uint8 [stride]) is valid until its batch is settled.
+
+    source: where it was found. seconds: time its read took (0 for a row the arena had).
+    """
+
+    key: int
+    row: torch.Tensor
+    source: Source
+    seconds: float
+    place: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowFault:
+    """A row that could not be read. verification: its bytes arrived but were wrong."""
+
+    key: int
+    reason: str
+    verification: bool
+
+
+@dataclass(slots=True)
+class RowBatch:
+    rows: list[ArrivedRow] = field(default_factory=list)
+    faults: list[RowFault] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class FillReport:
+    """What a background fill did. full: no free place was left, so filling is over."""
+
+    read: int = 0
+    faults: list[RowFault] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    full: bool = False
+
+
+@dataclass(slots=True)
+class _Reservation:
+    key: int
+    weight: float
+    place: int
+    cached: bool
+
+
+class HostCache:
+    """Serves rows by key, from the arena or from the pack through it. Safe for one step and one filling thread.
+
+    arena: all its places belong to this object. policy: empty; holds the keys that can be found. staging: how many
+    places never cache (at least 1; all of them if the arena has no more). experts: per layer, to split keys.
+    """
+
+    def __init__(
+        self, pack: RowPack, arena: RowArena, policy: EvictionPolicy, *, experts: int, staging: int
+    ) -> None:
+        if arena.places < 1 or staging < 1:
+            raise HostCacheError(
+                f"an arena of {arena.places} places with {staging} for staging cannot hold a read in flight"
+            )
+        if arena.stride != pack.header.stride:
+            raise HostCacheError(f"arena stride {arena.stride} B, pack stride {pack.header.stride} B")
+        self.policy = policy
+        self.stride = arena.stride
+        self.staging = min(staging, arena.places)
+        self.evictions = 0
+        self._pack = pack
+        self._arena = arena
+        self._experts = experts
+        self._changed = threading.Condition()
+        self._place_of: dict[int, int] = {}
+        self._free = list(range(arena.places - 1, self.staging - 1, -1))
+        self._idle_staging = list(range(self.staging - 1, -1, -1))
+        self._reading: set[int] = set()  # keys on their way into a cache place
+        self._readers: list[list[int]] = [[] for _ in range(arena.places)]  # epochs that may read a place
+        self._open_epochs: set[int] = set()
+        self._last_epoch = 0
+
+    @property
+    def capacity(self) -> int:
+        """Places that can hold findable rows."""
+        return self._arena.places - self.staging
+
+    @property
+    def used(self) -> int:
+        """Findable rows."""
+        return len(self._place_of)
+
+    def holds(self, key: int) -> bool:
+        """Whether the arena has the row of `key` right now."""
+        return key in self._place_of
+
+    # -- epochs ------------------------------------------------------------------------------------------------
+
+    def open_epoch(self) -> int:
+        """Start of a step. Places given out under this epoch stay untouched until it is closed or settled."""
+        with self._changed:
+            self._last_epoch += 1
+            self._open_epochs.add(self._last_epoch)
+            return self._last_epoch
+
+    def close_epoch(self, epoch: int) -> None:
+        """The step has finished: nothing that it started reads the arena any more."""
+        with self._changed:
+            self._open_epochs.discard(epoch)
+            self._changed.notify_all()
+
+    def settle(self, batch: RowBatch) -> None:
+        """The copies out of `batch` are complete, so its places need not wait for the end of the step."""
+        with self._changed:
+            for row in batch.rows:
+                if row.epoch in self._readers[row.place]:
+                    self._readers[row.place].remove(row.epoch)
+            self._changed.notify_all()
+
+    def advance(self) -> None:
+        """One step of the model has passed."""
+        with self._changed:
+            self.policy.advance()
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def rows(self, wanted: Mapping[int, float], *, epoch: int, keep: bool = True) -> Iterator[RowBatch]:
+        """Every wanted row once, in batches, found ones first, then as reads complete.
+
+        wanted: key -> weight (0 = wanted by a scan only). keep=False: read without caching. A key whose read failed
+        is in a batch's `faults` and is not tried again here. Settle each batch before asking for the next one if
+        the copy out of it is complete by then; otherwise its places stay in use until the epoch closes.
+
+        HostCacheError if every place is in use by the asking step itself.
+        """
+        remaining = dict(wanted)
+        while remaining:
+            found = self._find(remaining, epoch)
+            if found.rows:
+                yield found
+            plan = self._reserve(remaining, epoch, keep) if remaining else []
+            if plan:
+                yield from self._read(plan, remaining, epoch)
+
+    def fill(self, wanted: Iterable[tuple[int, float]], limit: int) -> FillReport:
+        """Read up to `limit` of the wanted (key, heat) rows that are not here yet into free places; for a
+        background thread. Never evicts, never uses staging, never waits for a step."""
+        plan: list[_Reservation] = []
+        report = FillReport()
+        with self._changed:
+            for key, heat in wanted:
+                if len(plan) == limit:
+                    break
+                if key in self._place_of or key in self._reading:
+                    continue
+                if not self._free:
+                    report.full = True
+                    break
+                self._reading.add(key)
+                plan.append(_Reservation(key, heat, self._free.pop(), cached=True))
+        unused: dict[int, float] = {item.key: 0.0 for item in plan}
+        for batch in self._read(plan, unused, epoch=0, seed=True) if plan else ():
+            report.read += len(batch.rows)
+            report.seconds += [row.seconds for row in batch.rows]
+            report.faults += batch.faults
+        return report
+
+    def _find(self, remaining: dict[int, float], epoch: int) -> RowBatch:
+        batch = RowBatch()
+        with self._changed:
+            for key in [key for key in remaining if key in self._place_of]:
+                place = self._place_of[key]
+                self.policy.touch(key, remaining.pop(key))
+                batch.rows.append(self._arrived(key, place, "arena", 0.0, epoch))
+        return batch
+
+    def _arrived(self, key: int, place: int, source: Source, seconds: float, epoch: int) -> ArrivedRow:
+        readers = self._readers[place]
+        readers[:] = [open_one for open_one in readers if open_one in self._open_epochs]
+        readers.append(epoch)
+        return ArrivedRow(key, self._arena.tensor[place], source, seconds, place, epoch)
+
+    def _reserve(self, remaining: Mapping[int, float], epoch: int, keep: bool) -> list[_Reservation]:
+        """Places for as many of the remaining keys as there is room for; waits if there is none right now.
+
+        Empty if another thread has brought a remaining key in the meantime.
+        """
+        with self._changed:
+            while True:
+                plan = [
+                    reservation
+                    for key, weight in remaining.items()
+                    if key not in self._reading
+                    and (reservation := self._reserve_one(key, weight, keep)) is not None
+                ]
+                self._reading.update(item.key for item in plan if item.cached)
+                if plan:
+                    return plan
+                others = self._open_epochs - {epoch}
+                if not self._reading and not others:
+                    raise HostCacheError(
+                        f"all {self._arena.places} places of the host arena are in use by this very step; raise "
+                        "tiers.host.size, or settle batches once they have been copied"
+                    )
+                self._changed.wait()
+                if any(key in self._place_of for key in remaining):
+                    return []
+
+    def _reserve_one(self, key: int, weight: float, keep: bool) -> _Reservation | None:
+        if keep:
+            if self._free:
+                return _Reservation(key, weight, self._free.pop(), cached=True)
+            if weight > 0.0:
+                victim = self.policy.victim(_InFlight(self))
+                if victim is not None:
+                    self.policy.remove(victim)
+                    self.evictions += 1
+                    return _Reservation(key, weight, self._place_of.pop(victim), cached=True)
+        for i in range(len(self._idle_staging) - 1, -1, -1):
+            if self.quiet(self._idle_staging[i]):
+                return _Reservation(key, weight, self._idle_staging.pop(i), cached=False)
+        return None
+
+    def quiet(self, place: int) -> bool:
+        """No step in flight may read the place."""
+        return self._open_epochs.isdisjoint(self._readers[place])
+
+    def _read(
+        self, plan: Sequence[_Reservation], remaining: dict[int, float], epoch: int, *, seed: bool = False
+    ) -> Iterator[RowBatch]:
+        pending = {item.key: item for item in plan}
+        requests = [
+            RowRequest(*divmod(item.key, self._experts), self._arena.view(item.place)) for item in plan
+        ]
+        results = self._pack.read_rows(requests)
+        try:
+            for result in results:
+                item = pending.pop(result.layer * self._experts + result.expert)
+                del remaining[item.key]
+                batch = RowBatch()
+                with self._changed:
+                    if result.error is None:
+                        batch.rows.append(self._arrived(item.key, item.place, "pack", result.seconds, epoch))
+                        self._publish(item, seed)
+                    else:
+                        corrupt = result.error.kind == "checksum"
+                        batch.faults.append(RowFault(item.key, result.error.reason, corrupt))
+                        self._release(item)
+                    self._changed.notify_all()
+                yield batch
+        finally:
+            # Closing joins the reads in progress: no place is handed on while bytes may still land in it.
+            if isinstance(results, Generator):
+                results.close()
+            with self._changed:
+                for item in pending.values():
+                    self._release(item)
+                self._changed.notify_all()
+        if pending:
+            raise HostCacheError(f"the pack reported no result for rows {sorted(pending)}")
+
+    def _publish(self, item: _Reservation, seed: bool) -> None:
+        if not item.cached:
+            self._idle_staging.append(item.place)
+            return
+        self._reading.discard(item.key)
+        self._place_of[item.key] = item.place
+        if seed:
+            self.policy.seed(item.key, item.weight)
+        else:
+            self.policy.insert(item.key, item.weight)
+
+    def _release(self, item: _Reservation) -> None:
+        if item.cached:
+            self._reading.discard(item.key)
+            self._free.append(item.place)
+        else:
+            self._idle_staging.append(item.place)
+
+
+class _InFlight:
+    """The keys whose place a step in flight may read, as the container that a policy asks."""
+
+    def __init__(self, cache: HostCache) -> None:
+        self._cache = cache
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, int)
+        return not self._cache.quiet(self._cache._place_of[key])

@@ -1,0 +1,298 @@
+"""The service: what a model runner talks to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ziggurat.allocators.pageable import PageableArena
+from ziggurat.kernels.cpu import moe as cpu_ops
+from ziggurat.kernels.geometry import ExpertGeometry
+from ziggurat.residency.account import Account
+from ziggurat.residency.config import TiersConfig
+from ziggurat.residency.consensus import Consensus, NoConsensus
+from ziggurat.residency.fetch import Fetcher
+from ziggurat.residency.geometry import ServiceGeometry
+from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
+from ziggurat.residency.host_cache import HostCache, RowFault
+from ziggurat.residency.layer import LayerRunner
+from ziggurat.residency.metrics import TierMetrics
+from ziggurat.residency.passes import (
+    PassMode,
+    PassPath,
+    PassState,
+    RowFailure,
+    StepResult,
+    StepState,
+    StepTokens,
+)
+from ziggurat.residency.policies.registry import make_policy
+from ziggurat.residency.ports import ExpertOps, RowArena, RowCodec, RowPack, RowPool
+from ziggurat.residency.preheat import Preheater
+from ziggurat.residency.runtime_errors import GeometryMismatchError, StepError
+from ziggurat.residency.slots import SlotPool, SlotTable
+from ziggurat.residency.step import MissSettings, StepRunner
+
+__all__ = [
+    "ExpertService",
+    "PassPath",
+    "RowFailure",
+    "ServiceGeometry",
+    "StepResult",
+    "StepTokens",
+    "WarmStart",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """What a start loaded. pool_rows: rows put into slots. arena_rows: rows the background thread will try to fill.
+
+    heat: whether a heat file was read, or why not. faults: rows that could not be read; they are tried again when
+    somebody is routed to them.
+    """
+
+    pool_rows: int
+    arena_rows: int
+    heat: HeatNote
+    faults: tuple[RowFault, ...] = ()
+
+
+class ExpertService:
+    """Serves the routed experts of one model on one rank through tiers.
+
+    Outside `run_step` it is unarmed: `moe` answers zeros, reads nothing and counts only the call.
+
+    pack, arena and pool belong to the service from here on and are closed with it. arena=None: no host cache, rows
+    pass through a few pageable staging places. heat_folder=None: heat is neither read nor saved.
+    slot_seed: hand free slots out in a shuffled order (results do not depend on it; determinism tests use it).
+    replay_enabled, consensus_enabled: switches of negative controls; False makes results wrong or ranks diverge.
+    """
+
+    def __init__(
+        self,
+        config: TiersConfig,
+        geometry: ServiceGeometry,
+        codec: RowCodec,
+        pack: RowPack,
+        pool: RowPool,
+        arena: RowArena | None,
+        *,
+        consensus: Consensus,
+        metrics: TierMetrics,
+        ops: ExpertOps | None = None,
+        heat_folder: Path | None = None,
+        slot_seed: int | None = None,
+        replay_enabled: bool = True,
+        consensus_enabled: bool = True,
+    ) -> None:
+        _check_geometry(geometry, codec, pack, pool, consensus)
+        readers = config.tiers.disk.readers
+        if arena is None:
+            arena = PageableArena(readers, pack.header.stride)
+        if not consensus_enabled:
+            consensus = NoConsensus(consensus.rank, consensus.size)
+        self.geometry = geometry
+        self.metrics = metrics
+        self.heat = HeatMap(geometry.layers, geometry.experts)
+        self._config = config
+        self._pack = pack
+        self._arena = arena
+        self._readers = readers
+        self._heat_key, self._heat_path = _heat_file(pack, heat_folder)
+        self._state: PassState | None = None
+        self._in_step = False
+        self._closed = False
+        self._steps = 0
+        self._preheater: Preheater | None = None
+
+        order = None
+        if slot_seed is not None:
+            order = list(range(pool.slots))
+            random.Random(slot_seed).shuffle(order)
+        table = SlotTable(geometry.layers, geometry.experts, pool.slots, codec.name)
+        self.slots = SlotPool(pool, table, make_policy(config.policy.eviction), order)
+        self.cache = HostCache(
+            pack, arena, make_policy(config.policy.eviction), experts=geometry.experts, staging=readers
+        )
+        self._fetcher = Fetcher(self.slots, self.cache)
+        self._layers = LayerRunner(geometry, codec, ops or cpu_ops, self.slots, self._fetcher)
+        self._runner = StepRunner(
+            geometry,
+            self.slots,
+            self._fetcher,
+            consensus,
+            MissSettings(
+                _miss_mode(config, pool),
+                config.miss.max_replays,
+                config.miss.tolerance,
+                replay_enabled,
+            ),
+            self._arm,
+        )
+        self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
+        self._account.gauges(with_heat=True)
+
+    @property
+    def mode(self) -> PassMode:
+        """How the first pass of a step treats misses."""
+        return self._runner.mode
+
+    def moe(
+        self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Routed experts of one layer (index): x [T, H], weights and ids [T, k] -> [T, H] in x's dtype.
+
+        Rows of padding (beyond the step's live tokens) come out as zeros. RoutingError if an id of a live token is
+        not an expert, or a shape does not fit the model.
+        """
+        if self._state is None:
+            self._account.unarmed_call()
+            return x.new_zeros(x.shape)
+        return self._layers.run(self._state, layer, x, topk_weights, topk_ids)
+
+    def run_step(self, forward: Callable[[PassPath], T], tokens: StepTokens) -> StepResult[T]:
+        """Run one step: `forward` is called once per pass, the same number of times on every rank.
+
+        A row that cannot be read ends up in the result's failures, never as an exception. What `forward` raises
+        goes through, and the service stays usable.
+        """
+        if self._closed or self._in_step:
+            raise StepError("the service is closed" if self._closed else "a step is already running")
+        if tokens.count < 0 or (tokens.prefill is not None and tokens.prefill.shape != (tokens.count,)):
+            raise StepError(f"prefill must have one flag for each of the {tokens.count} live tokens")
+        self._in_step = True
+        step = StepState(tokens, self.cache.open_epoch())
+        try:
+            result = self._runner.run(forward, step)
+        finally:
+            self._in_step = False
+            self.cache.close_epoch(step.epoch)
+        self._finish(step, result)
+        return result
+
+    def warm_start(self) -> WarmStart:
+        """Load what earlier runs used most: the pool at once, the arena in the background.
+
+        Everything is loaded when the pool has a slot for every expert. Otherwise the hottest rows of the heat file
+        fill the pool and the next ones the arena; without heat (or with heat.warm_start off) tiers start cold.
+        """
+        note = HeatNote(False, "heat is switched off")
+        if self._heat_path is not None:
+            note = load_heat(self._heat_path, self._heat_key, self.heat)
+        ranked = self.heat.order() if self._config.heat.warm_start else []
+        if self.slots.slots >= self.geometry.rows:
+            known = dict(ranked)
+            ranked += [(key, 0.0) for key in range(self.geometry.rows) if key not in known]
+        hottest = dict(ranked[: self.slots.slots])
+        epoch = self.cache.open_epoch()
+        try:
+            outcome = self._fetcher.fetch(hottest, blocked=(), epoch=epoch, seed=True)
+        finally:
+            self.cache.close_epoch(epoch)
+        # Rows that the pool has come last in the arena: they are wanted there only once they lose their slot.
+        arena_order = [*ranked[self.slots.slots :], *ranked[: self.slots.slots]]
+        if self.slots.slots < self.geometry.rows and arena_order and self.cache.capacity:
+            self._preheater = Preheater(self.cache, arena_order, self._readers, self._account.filled)
+            self._preheater.start()
+        else:
+            arena_order = []
+        self._account.fetches()
+        self._account.gauges(with_heat=True)
+        return WarmStart(
+            len(outcome.arrived),
+            min(len(arena_order), self.cache.capacity),
+            note,
+            tuple(outcome.faults),
+        )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, no background work is in progress or begins: for graph capture."""
+        if self._preheater is None:
+            yield
+            return
+        with self._preheater.paused():
+            yield
+
+    def preheated(self) -> None:
+        """Wait until the background thread has filled the arena as far as it can."""
+        if self._preheater is not None:
+            self._preheater.wait()
+
+    def save_heat(self) -> HeatNote:
+        """Write the heat file now."""
+        if self._heat_path is None:
+            return HeatNote(False, "heat is switched off")
+        return save_heat(self._heat_path, self._heat_key, self.heat)
+
+    def close(self) -> None:
+        """Join background work, save heat, close pack and arena. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._preheater is not None:
+            self._preheater.close()
+        self.save_heat()
+        self._pack.close()
+        self._arena.close()
+        self.slots.pool.close()
+
+    def _arm(self, state: PassState | None) -> None:
+        self._state = state
+
+    def _finish(self, step: StepState, result: StepResult[T]) -> None:
+        self._steps += 1
+        for layer, experts, pairs in step.heat:
+            self.heat.add(layer, experts, pairs)
+        self.heat.advance()
+        self.slots.policy.advance()
+        self.cache.advance()
+        self._account.step(step, result)
+        if self._steps % self._config.heat.save_every_steps == 0:
+            self.save_heat()
+
+
+def _miss_mode(config: TiersConfig, pool: RowPool) -> PassMode:
+    if config.miss.mode == "auto":
+        return PassMode.INLINE if pool.device.type == "cpu" else PassMode.REPLAY
+    return PassMode(config.miss.mode)
+
+
+def _heat_file(pack: RowPack, folder: Path | None) -> tuple[HeatKey, Path | None]:
+    h = pack.header
+    key = HeatKey(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
+    return key, None if folder is None else folder / key.filename(h.tp_rank, h.tp_size)
+
+
+def _check_geometry(
+    geometry: ServiceGeometry, codec: RowCodec, pack: RowPack, pool: RowPool, consensus: Consensus
+) -> None:
+    """GeometryMismatchError unless all parts speak of the same rows."""
+    h = pack.header
+    expert = ExpertGeometry(geometry.hidden, geometry.intermediate)
+    facts = {
+        "layers": (h.layers, geometry.layers),
+        "experts": (h.experts, geometry.experts),
+        "hidden": (h.hidden, geometry.hidden),
+        "intermediate": (h.intermediate, geometry.intermediate * consensus.size),
+        "layer_ids": (h.layer_ids, geometry.layer_ids),
+        "tensor-parallel rank": (h.tp_rank, consensus.rank),
+        "tensor-parallel size": (h.tp_size, consensus.size),
+        "codec": (h.codec, codec.name),
+        "row_bytes": (h.row_bytes, codec.row_bytes(expert)),
+        "stride": (h.stride, pool.stride),
+    }
+    for name, (packed, wanted) in facts.items():
+        if packed != wanted:
+            raise GeometryMismatchError(f"the pack has {name} {packed}, this service needs {wanted}")
+    if min(geometry.layers, geometry.experts, geometry.top_k) < 1:
+        raise GeometryMismatchError(f"a model needs layers, experts and top_k of at least 1, not {geometry}")

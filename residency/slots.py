@@ -1,0 +1,167 @@
+"""The device pool's books: which row is in which slot, which slots are free, which row leaves next.
+
+Everything is an instance with a codec. A second pool of another precision is a second instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ziggurat.residency.policies.base import EvictionPolicy
+from ziggurat.residency.ports import RowPool
+from ziggurat.residency.runtime_errors import SlotError
+
+ABSENT = -1
+_FREE = -1
+_TAKEN = -2  # out of the free list, bytes on the way, not published
+
+
+class SlotTable:
+    """int32 [layers, experts] of slot numbers, -1 where absent, and the owner of every slot.
+
+    `table` and `numpy` are two views of one memory. `codec` says what the rows in these slots are.
+    """
+
+    def __init__(self, layers: int, experts: int, slots: int, codec: str) -> None:
+        self.layers = layers
+        self.experts = experts
+        self.codec = codec
+        self.table = torch.full((layers, experts), ABSENT, dtype=torch.int32)
+        self.numpy: npt.NDArray[np.int32] = self.table.numpy()
+        self.owners = [_FREE] * slots
+
+    def slot_of(self, key: int) -> int:
+        """Slot of a row key, or -1."""
+        return int(self.numpy[key // self.experts, key % self.experts])
+
+    def bind(self, slot: int, key: int) -> None:
+        self.numpy[key // self.experts, key % self.experts] = slot
+        self.owners[slot] = key
+
+    def unbind(self, slot: int) -> None:
+        key = self.owners[slot]
+        self.numpy[key // self.experts, key % self.experts] = ABSENT
+        self.owners[slot] = _FREE
+
+
+class SlotPool:
+    """Slots are taken (which may evict), written, then published; only a published row can be found.
+
+    pool: the device memory. policy: empty, and owned by this object from here on. slot_order: the order in which
+    free slots are handed out first; any permutation gives the same results (tests shuffle it).
+    """
+
+    def __init__(
+        self,
+        pool: RowPool,
+        table: SlotTable,
+        policy: EvictionPolicy,
+        slot_order: Iterable[int] | None = None,
+    ) -> None:
+        order = list(range(pool.slots) if slot_order is None else slot_order)
+        if sorted(order) != list(range(pool.slots)):
+            raise SlotError(f"slot_order must be a permutation of 0..{pool.slots - 1}")
+        if len(table.owners) != pool.slots:
+            raise SlotError(f"the slot table is for {len(table.owners)} slots, the pool has {pool.slots}")
+        if pool.slots < 1:
+            raise SlotError("a pool needs at least one slot; raise tiers.device.size")
+        self.pool = pool
+        self.table = table
+        self.policy = policy
+        self.evictions = 0
+        self._free = order[::-1]  # popped from the end
+
+    @property
+    def slots(self) -> int:
+        return self.pool.slots
+
+    @property
+    def used(self) -> int:
+        """Published slots."""
+        return len(self.policy)
+
+    @property
+    def free(self) -> int:
+        """Slots that can be taken without evicting anything."""
+        return len(self._free)
+
+    def resident(self, layer: int, experts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of `experts` [n] of one layer have a slot."""
+        found: npt.NDArray[np.bool_] = self.table.numpy[layer, experts] != ABSENT
+        return found
+
+    def row(self, key: int) -> torch.Tensor:
+        """The bytes of a resident row, uint8 [stride]. SlotError if it has no slot."""
+        slot = self.table.slot_of(key)
+        if slot == ABSENT:
+            raise SlotError(f"row {key} was read but has no slot")
+        return self.pool.row(slot)
+
+    def take(self, count: int, blocked: Container[int]) -> list[int]:
+        """Up to `count` slots to write to, free ones first, then victims whose key is not in `blocked`.
+
+        Victims can no longer be found when this returns. Fewer slots than asked for: the rest is blocked.
+        """
+        taken: list[int] = []
+        while len(taken) < count:
+            if self._free:
+                slot = self._free.pop()
+            else:
+                victim = self.policy.victim(blocked)
+                if victim is None:
+                    break
+                slot = self.table.slot_of(victim)
+                self.policy.remove(victim)
+                self.table.unbind(slot)
+                self.evictions += 1
+            self.table.owners[slot] = _TAKEN
+            taken.append(slot)
+        return taken
+
+    def publish(self, slot: int, key: int, weight: float, *, seed: bool = False) -> None:
+        """The bytes of `key` are in `slot`: make it findable. `weight` as in EvictionPolicy.insert (or .seed)."""
+        if self.table.owners[slot] != _TAKEN:
+            raise SlotError(f"slot {slot} was published for row {key} but had not been taken")
+        if self.table.slot_of(key) != ABSENT:
+            raise SlotError(f"row {key} already has slot {self.table.slot_of(key)}")
+        self.table.bind(slot, key)
+        if seed:
+            self.policy.seed(key, weight)
+        else:
+            self.policy.insert(key, weight)
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Taken slots whose bytes never arrived."""
+        for slot in slots:
+            if self.table.owners[slot] != _TAKEN:
+                raise SlotError(f"slot {slot} was given back but had not been taken")
+            self.table.owners[slot] = _FREE
+            self._free.append(slot)
+
+    def touch(self, weights: Mapping[int, float]) -> None:
+        """Record uses of resident rows: key -> routed pairs."""
+        for key, weight in weights.items():
+            self.policy.touch(key, weight)
+
+    def keys(self) -> Collection[int]:
+        """Keys of all published rows."""
+        return [owner for owner in self.table.owners if owner >= 0]
+
+    def check(self) -> None:
+        """SlotError if table, owners, policy and free list disagree. O(layers * experts); for tests."""
+        owners = self.table.owners
+        for slot, owner in enumerate(owners):
+            if owner >= 0 and self.table.slot_of(owner) != slot:
+                raise SlotError(f"slot {slot} is owned by row {owner}, whose table entry says otherwise")
+        bound = int((self.table.numpy != ABSENT).sum())
+        if bound != sum(owner >= 0 for owner in owners) or bound != len(self.policy):
+            raise SlotError(f"{bound} table entries, {len(self.policy)} policy keys, owners {owners}")
+        if set(self.policy.order()) != set(self.keys()):
+            raise SlotError("the policy holds other keys than the slots")
+        free = [slot for slot, owner in enumerate(owners) if owner == _FREE]
+        if sorted(self._free) != free:
+            raise SlotError(f"free list {sorted(self._free)} against unowned slots {free}")

@@ -1,0 +1,148 @@
+"""The step protocol: which forward passes a step runs, and what is fetched between them.
+
+Every decision here is a function of numbers summed over the ranks, so that all ranks run the same passes. Nothing is
+raised between two collectives: a failed read is recorded, its contribution is left out, the pass goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from ziggurat.residency.consensus import Consensus
+from ziggurat.residency.fetch import Fetcher
+from ziggurat.residency.geometry import ServiceGeometry
+from ziggurat.residency.passes import (
+    BoolArray,
+    Outcome,
+    PassMode,
+    PassPath,
+    PassState,
+    RowFailure,
+    StepResult,
+    StepState,
+)
+from ziggurat.residency.slots import SlotPool
+
+T = TypeVar("T")
+Arm = Callable[[PassState | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class MissSettings:
+    """mode: how the first pass treats misses. tolerance: missing pairs on the worst rank that a step may keep.
+
+    replay_enabled=False keeps whatever the first pass computed; it exists to show that tests can fail.
+    """
+
+    mode: PassMode
+    max_replays: int = 2
+    tolerance: int = 0
+    replay_enabled: bool = True
+
+
+class StepRunner:
+    """Runs steps. `arm` is called with the state of each pass before it and with None after the last one."""
+
+    def __init__(
+        self,
+        geometry: ServiceGeometry,
+        slots: SlotPool,
+        fetcher: Fetcher,
+        consensus: Consensus,
+        settings: MissSettings,
+        arm: Arm,
+    ) -> None:
+        self._geometry = geometry
+        self._slots = slots
+        self._fetcher = fetcher
+        self._consensus = consensus
+        self._settings = settings
+        self._arm = arm
+
+    @property
+    def mode(self) -> PassMode:
+        """How a step's first pass treats misses."""
+        return self._settings.mode
+
+    def run(self, forward: Callable[[PassPath], T], step: StepState) -> StepResult[T]:
+        """One step. What `forward` raises goes through; a failed read does not raise."""
+        try:
+            if self._settings.mode is PassMode.INLINE or step.tokens.eager:
+                return self._run_inline(forward, step, 0, "clean")
+            return self._run_replay(forward, step)
+        finally:
+            self._arm(None)
+
+    def _run_inline(
+        self, forward: Callable[[PassPath], T], step: StepState, passes: int, outcome: Outcome
+    ) -> StepResult[T]:
+        """A pass that serves its misses layer by layer and so cannot miss; the last one of any step."""
+        state = PassState(PassMode.INLINE, first=passes == 0, step=step)
+        self._arm(state)
+        value = forward(PassPath.EAGER)
+        failures, failed_tokens = self._agree_on_failures(state)
+        return StepResult(
+            value,
+            "failed" if failures else outcome,
+            passes + 1,
+            step.missed_pairs,
+            failures,
+            failed_tokens,
+        )
+
+    def _run_replay(self, forward: Callable[[PassPath], T], step: StepState) -> StepResult[T]:
+        """Passes that leave missing experts out, repeated until none is missing, or until inline takes over."""
+        for passes in range(1, self._settings.max_replays + 2):
+            state = PassState(PassMode.REPLAY, first=passes == 1, step=step)
+            self._arm(state)
+            value = forward(PassPath.GRAPH)
+            if self._consensus.sum(state.missing_pairs) == 0:
+                return StepResult(value, "clean" if passes == 1 else "replayed", passes, step.missed_pairs)
+            if self._tolerated(state):
+                self._fetch_for_later(state)
+                return StepResult(value, "tolerated", passes, step.missed_pairs)
+            if passes > self._settings.max_replays or not self._repair(state):
+                break
+        return self._run_inline(forward, step, passes, "exact")
+
+    def _tolerated(self, state: PassState) -> bool:
+        if not self._settings.replay_enabled:
+            return True
+        if self._settings.tolerance == 0:
+            return False
+        return self._consensus.sum(int(state.missing_pairs > self._settings.tolerance)) == 0
+
+    def _repair(self, state: PassState) -> bool:
+        """Fetch what the pass missed, keeping what it used. False on every rank if any rank cannot.
+
+        Pinned are the experts of this pass only: those that an earlier, wrong pass wanted may go. If they do not
+        fit together, nothing is fetched, because the inline pass would evict it again.
+        """
+        fits = len(state.used) + len(state.missed) <= self._slots.slots
+        if self._consensus.sum(int(not fits)):
+            return False
+        outcome = self._fetcher.fetch(state.missed, blocked=state.used, epoch=state.step.epoch)
+        # A row that failed is tried once more by the inline pass, which knows the tokens that need it.
+        return self._consensus.sum(len(state.missed) - len(outcome.arrived)) == 0
+
+    def _fetch_for_later(self, state: PassState) -> None:
+        """The result stands without them, but the next step is likely to want the same experts."""
+        self._fetcher.fetch(state.missed, blocked=(), epoch=state.step.epoch)
+
+    def _agree_on_failures(self, state: PassState) -> tuple[tuple[RowFailure, ...], BoolArray | None]:
+        """Failures and failed tokens of all ranks, the same on every rank."""
+        if self._consensus.sum(len(state.failures)) == 0:
+            return (), None
+        mine = [
+            RowFailure(self._geometry.layer_ids[layer], expert, self._consensus.rank, reason)
+            for key, reason in sorted(state.failures.items())
+            for layer, expert in [self._geometry.split(key)]
+        ]
+        everyone = self._consensus.gather((mine, state.failed_tokens))
+        failures = tuple(failure for theirs, _ in everyone for failure in theirs)
+        masks = [mask for _, mask in everyone if mask is not None]
+        return failures, np.logical_or.reduce(masks)
