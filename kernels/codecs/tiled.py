@@ -1,0 +1,187 @@
+"""Codecs whose rows are lane words and scale bytes: the row's sections, tensor-parallel slices, encode and decode."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from ziggurat.kernels.codecs.base import DecodedExpert, ExpertSource, Section
+from ziggurat.kernels.codecs.expert import opened_expert, row_arrays, row_payload
+from ziggurat.kernels.codecs.grid import Grid
+from ziggurat.kernels.codecs.layout import (
+    TILE_K,
+    TILE_ROWS,
+    read_scales,
+    read_words,
+    write_scales,
+    write_words,
+)
+from ziggurat.kernels.codecs.quantize import zeros_alternate
+from ziggurat.kernels.codecs.tiles import Quantized, codes_from_words
+from ziggurat.kernels.codecs.workers import run_all
+from ziggurat.kernels.errors import CodecError
+from ziggurat.kernels.formats import E8M0_VALUES, U8
+from ziggurat.kernels.geometry import ExpertGeometry
+from ziggurat.kernels.sources import SourceArrays
+
+#: source, first row, last row, alternate_zeros, grid -> pieces (first row, last row, quantized)
+Quantizer = Callable[[SourceArrays, int, int, bool, Grid], Iterator[tuple[int, int, Quantized]]]
+
+#: Rows of one task: one row of blocks of the usual 128 x 128 FP8 checkpoints.
+_TASK_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where a rank wants a part of a matrix.
+
+    Attributes:
+        row_start, row_stop: rows of the whole matrix, multiples of 16 apart.
+        tile_start, tile_stop: its k-tiles.
+        codes, scales: the rank's planes for those rows and k-tiles.
+    """
+
+    row_start: int
+    row_stop: int
+    tile_start: int
+    tile_stop: int
+    codes: U8
+    scales: U8
+
+    def write(self, first: int, last: int, part: Quantized) -> None:
+        """Put rows first..last, which lie wholly inside or wholly outside this target."""
+        if not (self.row_start <= first and last <= self.row_stop):
+            return
+        tiles = slice(self.tile_start, self.tile_stop)
+        width = (self.tile_stop - self.tile_start) * TILE_K
+        begin, end = first - self.row_start, last - self.row_start
+        code_width = width * len(part.words) // 4
+        write_words(
+            self.codes[begin * code_width : end * code_width], tuple(word[..., tiles] for word in part.words)
+        )
+        write_scales(self.scales[begin * width // TILE_K : end * width // TILE_K], part.scales[:, tiles])
+
+
+class TiledCodec(ABC):
+    """w13 codes | w13 scales | w2 codes | w2 scales, with one UE8M0 scale byte for 32 weights along K.
+
+    Attributes:
+        grid: the values a code can stand for.
+        quantizers: by source format.
+    """
+
+    name: str
+    version: str
+    grid: Grid
+
+    @abstractmethod
+    def quantizer(self, source: SourceArrays) -> Quantizer:
+        """The quickest quantizer that is right for this source."""
+
+    def check(self, geometry: ExpertGeometry) -> None:
+        for label, size in (("hidden", geometry.hidden), ("intermediate", geometry.intermediate)):
+            if size % TILE_K:
+                raise CodecError(
+                    f"codec {self.name} needs the {label} size of each rank to be a multiple of {TILE_K}, not {size}"
+                )
+
+    def row_bytes(self, geometry: ExpertGeometry) -> int:
+        last = self.sections(geometry)[-1]
+        return last.offset + last.nbytes
+
+    def sections(self, geometry: ExpertGeometry) -> tuple[Section, ...]:
+        self.check(geometry)
+        sections: list[Section] = []
+        offset = 0
+        for matrix, (rows, cols) in (("w13", geometry.w13_shape), ("w2", geometry.w2_shape)):
+            for part, nbytes in (
+                ("codes", rows * cols * self.grid.words // 4),
+                ("scales", rows * cols // TILE_K),
+            ):
+                sections.append(Section(f"{matrix} {part}", offset, nbytes))
+                offset += nbytes
+        return tuple(sections)
+
+    def encode(self, expert: ExpertSource, tp_size: int, outs: Mapping[int, torch.Tensor]) -> None:
+        sources, whole = opened_expert(expert)
+        rank_geometry = whole.shard(tp_size)
+        rows = row_arrays(outs, tp_size, self.row_bytes(rank_geometry))
+        targets = self._targets(rank_geometry, rows)
+        pending = [(i, False) for i in range(len(sources))]
+        while pending:
+            jobs = [
+                (i, partial(self._encode_rows, sources[i], first, last, alternate, targets[i]))
+                for i, alternate in pending
+                for first, last in _tasks(sources[i].rows, targets[i])
+            ]
+            counts = np.zeros((len(sources), 2), np.int64)
+            for (i, _), zeros in zip(jobs, run_all([job for _, job in jobs]), strict=True):
+                counts[i] += zeros
+            # A tensor's zeros are known only when it is done; one whose zeros alternate is quantized again.
+            pending = [
+                (i, True)
+                for i, alternate in pending
+                if not alternate and not self.grid.has_zero and zeros_alternate(*counts[i].tolist())
+            ]
+
+    def _encode_rows(
+        self, source: SourceArrays, start: int, stop: int, alternate: bool, targets: Sequence[_Target]
+    ) -> tuple[int, int]:
+        positive = negative = 0
+        for first, last, part in self.quantizer(source)(source, start, stop, alternate, self.grid):
+            positive += part.positive_zeros
+            negative += part.negative_zeros
+            for target in targets:
+                target.write(first, last, part)
+        return positive, negative
+
+    def _targets(self, geometry: ExpertGeometry, rows: Mapping[int, U8]) -> tuple[list[_Target], ...]:
+        """Targets of w1, w3 and w2."""
+        w1: list[_Target] = []
+        w3: list[_Target] = []
+        w2: list[_Target] = []
+        inner, hidden = geometry.intermediate, geometry.hidden
+        for rank, row in rows.items():
+            codes13, scales13, codes2, scales2 = (
+                row[s.offset : s.offset + s.nbytes] for s in self.sections(geometry)
+            )
+            for matrix, half in ((w1, 0), (w3, 1)):
+                codes = codes13[half * codes13.size // 2 : (half + 1) * codes13.size // 2]
+                scales = scales13[half * scales13.size // 2 : (half + 1) * scales13.size // 2]
+                matrix.append(_Target(rank * inner, (rank + 1) * inner, 0, hidden // TILE_K, codes, scales))
+            tiles = inner // TILE_K
+            w2.append(_Target(0, hidden, rank * tiles, (rank + 1) * tiles, codes2, scales2))
+        return w1, w3, w2
+
+    def decode(self, row: torch.Tensor, geometry: ExpertGeometry) -> DecodedExpert:
+        codes13, scales13, codes2, scales2 = (
+            row_payload(row, self.row_bytes(geometry))[s.offset : s.offset + s.nbytes]
+            for s in self.sections(geometry)
+        )
+        return DecodedExpert(
+            w13=self._decode_matrix(codes13, scales13, *geometry.w13_shape),
+            w2=self._decode_matrix(codes2, scales2, *geometry.w2_shape),
+        )
+
+    def _decode_matrix(self, codes: U8, scales: U8, rows: int, cols: int) -> torch.Tensor:
+        words = read_words(codes, rows // TILE_ROWS, cols // TILE_K, self.grid.words)
+        levels = self.grid.values.astype(np.float32)[codes_from_words(words, self.grid)]
+        factors = E8M0_VALUES[read_scales(scales, rows, cols // TILE_K)].astype(np.float32)
+        out = torch.empty(rows, cols)
+        shape = (rows, cols // TILE_K, TILE_K)
+        np.multiply(levels.reshape(shape), factors[..., None], out=out.numpy().reshape(shape))
+        return out
+
+
+def _tasks(rows: int, targets: Sequence[_Target]) -> Iterator[tuple[int, int]]:
+    """Row ranges of about _TASK_ROWS that no target's border crosses."""
+    borders = sorted({0, rows, *(t.row_start for t in targets), *(t.row_stop for t in targets)})
+    for begin, end in pairwise(borders):
+        for first in range(begin, end, _TASK_ROWS):
+            yield first, min(first + _TASK_ROWS, end)
