@@ -23,11 +23,14 @@ for module in (plan, doctor, packs, serve, replay):
     module.register(app)
 
 
+_REFUSALS: tuple[type[Exception], ...] = (CliError, IntegrationError, *REFUSALS)
+
+
 def main() -> None:
     """Run the command line; a refusal is one line on standard error and status 1."""
     try:
         app()
-    except (CliError, IntegrationError, *REFUSALS) as refusal:
+    except _REFUSALS as refusal:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"ziggurat: {refusal}", markup=False)
         sys.exit(1)
     except KeyboardInterrupt:

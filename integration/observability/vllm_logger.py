@@ -12,7 +12,7 @@ from ziggurat.integration.observability.shared import read_instance
 from ziggurat.integration.vllm.settings import tiers_requested
 
 
-class ZigguratStatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to us
+class ZigguratStatLogger(StatLoggerBase):
     """Registers the collector of an engine's instance once; records nothing itself."""
 
     _registered: ClassVar[set[str]] = set()

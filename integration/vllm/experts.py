@@ -23,7 +23,7 @@ def install_experts() -> None:
     stock_weight_loader = RoutedExperts.weight_loader
 
     # The registry looks classes up by __name__, hence the same name.
-    class TieredRoutedExperts(RoutedExperts):  # type: ignore[misc]  # vLLM is untyped to us
+    class TieredRoutedExperts(RoutedExperts):
         """Stock behaviour unless the engine asked for tiers."""
 
         def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:

@@ -24,7 +24,7 @@ from ziggurat.stores.checkpoint import Checkpoint
 MODEL_ATTRIBUTE = "ziggurat_tiers"
 
 
-class ZigguratLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is untyped to us
+class ZigguratLoader(DefaultModelLoader):
     """Never reads an expert tensor through vLLM: packs are built from and opened beside the checkpoint."""
 
     def __init__(self, load_config: Any) -> None:

@@ -48,7 +48,7 @@ def _register_refusal(problem: UnsupportedVllmError) -> None:
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    class RefusingLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is untyped to us
+    class RefusingLoader(BaseModelLoader):
         def __init__(self, load_config: Any) -> None:
             raise problem
 
@@ -83,6 +83,7 @@ def _check(config: Any, usage_context: Any) -> None:
     from ziggurat.integration.vllm.guard import check_engine
     from ziggurat.integration.vllm.settings import read_settings, tiers_requested
 
+    refusals: tuple[type[Exception], ...] = (IntegrationError, *REFUSALS)
     serving = usage_context == UsageContext.OPENAI_API_SERVER
     try:
         check_engine(config)
@@ -90,7 +91,7 @@ def _check(config: Any, usage_context: Any) -> None:
             return
         settings = read_settings(config)
         preflight(config.model_config.model, settings.config, config.parallel_config.tensor_parallel_size)
-    except (IntegrationError, *REFUSALS) as refusal:
+    except refusals as refusal:
         if serving:
             # One line and a status, where vLLM would print a traceback of its own start-up.
             raise SystemExit(f"ziggurat: {refusal}") from refusal

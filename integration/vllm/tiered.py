@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from ziggurat.integration.packing import ensure_packs
+from ziggurat.integration.machine import machine_limits
+from ziggurat.integration.observability.endpoint import serve_metrics
+from ziggurat.integration.observability.shared import SharedBuffer
+from ziggurat.integration.packing import ensure_packs, open_pack, pack_paths
 from ziggurat.integration.vllm.capture import LogitsCapture
 from ziggurat.integration.vllm.errors import SetupError, UnsupportedFeatureError
 from ziggurat.integration.vllm.settings import Settings
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.residency.consensus import Consensus
-from ziggurat.residency.factory import open_service
+from ziggurat.residency.factory import geometry_of, open_service
+from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.service import ExpertService
 from ziggurat.stores.checkpoint import Checkpoint
+
+logger = logging.getLogger("vllm.ziggurat")
 
 _building: ContextVar[TieredModel | None] = ContextVar("ziggurat_building", default=None)
 _LAYER_ID = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -65,6 +72,8 @@ class TieredModel:
         folder = settings.debug.capture_logits
         self.capture = None if folder is None else LogitsCapture(folder, rank)
         self._layers: list[str] = []
+        self._buffer: SharedBuffer | None = None
+        self._stop_endpoint: Callable[[], None] | None = None
 
     @contextmanager
     def construct(self) -> Iterator[None]:
@@ -118,20 +127,32 @@ class TieredModel:
                 "this model class has experts that bypass vLLM's RoutedExperts and cannot be tiered"
             )
         config = self.settings.config
-        packs = ensure_packs(self.checkpoint, config, self.size)
+        ensure_packs(self.checkpoint, config, self.size)
         debug = self.settings.debug
+        self._buffer = SharedBuffer(self.instance, self.rank)
         self.service = open_service(
             config,
-            checkpoint_facts=self.checkpoint,
-            codec=get_codec(config.codecs.base),
-            pack_path=packs[self.rank],
-            tp_rank=self.rank,
-            tp_size=self.size,
+            geometry_of(self.checkpoint, self.size),
+            open_pack(self.checkpoint, config, self.rank, self.size),
+            get_codec(config.codecs.base),
             consensus=self.consensus,
-            metrics_name=f"{self.instance}-{self.rank}",
+            metrics=TierMetrics(self._buffer.view),
+            machine=machine_limits(config, pack_paths(self.checkpoint, config, self.size)),
+            slot_seed=debug.shuffle_slots,
             replay_enabled=debug.replay,
             consensus_enabled=debug.consensus,
-            shuffle_slots=debug.shuffle_slots,
+        )
+        port = config.metrics.port
+        if port is not None:
+            self._stop_endpoint = serve_metrics(self.service.metrics, self.rank, port)
+        start = self.service.warm_start()
+        logger.info(
+            "rank %d: pool %d rows (%.1f %% of the experts), %d warm from heat (%s)",
+            self.rank,
+            self.service.slots.slots,
+            100 * self.service.slots.slots / self.service.geometry.rows,
+            start.pool_rows,
+            start.heat,
         )
         _open.add(self)
 
@@ -150,5 +171,11 @@ class TieredModel:
         service, self.service = self.service, None
         if service is not None:
             service.close()
+        if self._stop_endpoint is not None:
+            self._stop_endpoint()
+            self._stop_endpoint = None
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
         if self.capture is not None:
             self.capture.close()
