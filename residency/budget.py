@@ -54,9 +54,9 @@ class MachineLimits:
     """What the machine can give, in bytes. None: not known, or no limit; no check is made against it.
 
     `cgroup_headroom` is the tightest limit of the process's control groups less what they use; `memlock` the
-    locked-memory limit that binds this process; `device_free` the free memory of the fullest of the devices
-    (on the CPU the pool is host memory); `packs_to_write` what the packs of the plan still take on disk
-    (None: as much as all of them).
+    locked-memory limit that binds this process; `device_free` the free memory of the fullest of the devices (on
+    the CPU the pool is host memory); `packs_built` how many ranks' packs are complete, and `packs_building` the
+    bytes that unfinished builds of the others take on disk already.
     """
 
     device: str = "cpu"
@@ -66,7 +66,8 @@ class MachineLimits:
     device_free: int | None = None
     disk_free: int | None = None
     disk_writable: bool = True
-    packs_to_write: int | None = None
+    packs_built: int = 0
+    packs_building: int = 0
     direct_io: bool | None = None
 
 
@@ -308,10 +309,9 @@ class _Planner:
                 )
 
     def _disk_checks(self, pack_bytes: int) -> Iterable[Check]:
-        folder, missing = self.disk.path, self.machine.packs_to_write
-        if missing is None:
-            each = pack_bytes + _CHECKSUM_BYTES * self.total + _PACK_HEADER_ALLOWANCE
-            missing = each * len(self.planned)
+        folder, each = self.disk.path, pack_bytes + _CHECKSUM_BYTES * self.total + _PACK_HEADER_ALLOWANCE
+        unbuilt = max(0, len(self.planned) - self.machine.packs_built)
+        missing = max(0, each * unbuilt - self.machine.packs_building)
         if missing > 0 and not self.machine.disk_writable:
             yield Check(
                 "pack folder",

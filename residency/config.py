@@ -22,6 +22,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
 )
+
 from ziggurat.residency.config_errors import explain
 from ziggurat.residency.errors import ConfigError
 from ziggurat.residency.sizes import Size, shorten

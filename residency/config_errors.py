@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+
 from ziggurat.residency.sizes import shorten
 
 __all__ = ["explain", "known_keys"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from ziggurat.residency.errors import ConfigError
 from ziggurat.residency.sizes import shorten
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ziggurat.residency.budget import MachineLimits, ModelFacts, memory_reserve, plan
 from ziggurat.residency.budget_plan import Check, Plan
 from ziggurat.residency.config import TiersConfig
@@ -152,7 +153,7 @@ def test_shrink_fits_the_arena_and_says_so() -> None:
 def test_shrink_stops_at_the_floor_and_then_memory_is_what_is_short() -> None:
     facts = ModelFacts(layers=60, experts=384, top_k=8, hidden=7168, intermediate=2048)
     tight = config(device="1 row", host="10 GiB", host_extra={"on_limit": "shrink"})
-    result = plan(tight, facts, 64 << 20, machine=machine(memory_available=512 << 20, packs_to_write=0))
+    result = plan(tight, facts, 64 << 20, machine=machine(memory_available=512 << 20, packs_built=1))
     assert result.ranks[0].arena_rows == result.arena_floor == 8
     assert [one.name for one in result.short] == ["host memory"]
 
@@ -182,10 +183,16 @@ def test_a_gpu_pool_counts_against_its_memory_and_not_against_the_hosts() -> Non
 def test_packs_not_yet_built_need_space_and_a_writable_folder() -> None:
     whole = plan(config(), FACTS, ROW, machine=machine(disk_free=192 * STRIDE))
     assert [(one.name, one.key) for one in whole.short] == [("disk space", "tiers.disk.path")]
-    assert plan(config(), FACTS, ROW, machine=machine(disk_free=0, packs_to_write=0)).ok
+    assert plan(config(), FACTS, ROW, machine=machine(disk_free=0, packs_built=1)).ok
+    half = plan(
+        config(), FACTS, ROW, machine=machine(disk_free=96 * STRIDE, packs_building=97 * STRIDE + (80 << 10))
+    )
+    assert half.ok
+    two = plan(config(), FACTS, ROW, machine=machine(disk_free=0, packs_built=1), tp_size=2)
+    assert 192 * STRIDE < two.short[0].short_by < 193 * STRIDE + (80 << 10)
     read_only = machine(disk_writable=False)
     assert "packs is not writable and" in (plan(config(), FACTS, ROW, machine=read_only).refusal() or "")
-    assert plan(config(), FACTS, ROW, machine=machine(disk_writable=False, packs_to_write=0)).ok
+    assert plan(config(), FACTS, ROW, machine=machine(disk_writable=False, packs_built=1)).ok
 
 
 def test_direct_always_needs_a_filesystem_that_has_it() -> None:

@@ -1,0 +1,262 @@
+"""`ziggurat doctor`: what this machine offers, and for each shortfall what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ziggurat.allocators.disk import DiskFacts
+from ziggurat.allocators.limits import HostLimits
+from ziggurat.allocators.topology import GpuSurvey, gpus, numa_nodes
+from ziggurat.integration.cli.options import ConfigOption
+from ziggurat.integration.vllm.compat import check_version, vllm_version
+from ziggurat.integration.vllm.errors import UnsupportedVllmError
+from ziggurat.residency.config import CONFIG_VARIABLE, TiersConfig, find_config, load_config
+from ziggurat.residency.errors import ConfigError
+from ziggurat.residency.sizes import format_bytes
+
+__all__ = ["Finding", "examine", "register"]
+
+Status = Literal["ok", "note", "fail"]
+_STYLES: dict[Status, str] = {"ok": "green", "note": "yellow", "fail": "bold red"}
+_NETWORK_FILESYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre"})
+_LITTLE_MEMORY = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fact. "note": it works, but something is worth knowing; "fail": serving is impossible until it is changed.
+
+    `advice` says what to do and is empty where nothing is to be done.
+    """
+
+    name: str
+    status: Status
+    value: str
+    advice: str = ""
+
+
+def register(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command("doctor")(doctor)
+
+
+def doctor(
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Report what this machine offers and what to do about each shortfall; status 1 if serving is impossible."""
+    findings = tuple(examine(config))
+    possible = all(one.status != "fail" for one in findings)
+    if as_json:
+        typer.echo(json.dumps({"ok": possible, "findings": [asdict(one) for one in findings]}, indent=2))
+    else:
+        _print(findings)
+    if not possible:
+        raise typer.Exit(1)
+
+
+def examine(config_path: Path | None) -> Iterator[Finding]:
+    """Every finding, in the order in which they are shown. Without a configuration no pack folder is looked at."""
+    yield from _software()
+    limits = HostLimits.read()
+    survey = gpus()
+    yield from _gpus(survey)
+    yield from _memory(limits)
+    yield from _numa()
+    yield _locked_memory(limits, needed=bool(survey.gpus))
+    if config_path is None and not os.environ.get(CONFIG_VARIABLE):
+        yield Finding(
+            "configuration", "note", "none given", f"give -c FILE or set {CONFIG_VARIABLE} to check it too"
+        )
+        return
+    try:
+        path = find_config(config_path)
+        config = load_config(path)
+    except ConfigError as error:
+        for problem in error.problems:
+            yield Finding("configuration", "fail", problem, "see docs/configuration.md")
+        return
+    yield Finding("configuration", "ok", str(path))
+    yield from _model(config)
+    yield from _pack_folder(config)
+
+
+def _software() -> Iterator[Finding]:
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.machine()}")
+    try:
+        yield Finding("torch", "ok", importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("torch", "fail", "not installed", "install the torch that your vLLM needs")
+    try:
+        check_version()
+        yield Finding("vLLM", "ok", vllm_version())
+    except UnsupportedVllmError as error:
+        yield Finding("vLLM", "fail", vllm_version(), str(error))
+    yield _plugin()
+
+
+def _plugin() -> Finding:
+    points = importlib.metadata.entry_points(group="vllm.general_plugins", name="ziggurat")
+    if not points:
+        advice = "install this package into vLLM's environment (pip install .)"
+        return Finding("vLLM plugin", "fail", "no entry point named ziggurat", advice)
+    (point, *others) = points
+    if importlib.util.find_spec(point.module) is None:
+        return Finding(
+            "vLLM plugin", "fail", f"{point.value} cannot be imported", "install this package again"
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "ziggurat" not in allowed.split(","):
+        advice = "add ziggurat to VLLM_PLUGINS or unset it"
+        return Finding("vLLM plugin", "fail", f"VLLM_PLUGINS={allowed} leaves it out", advice)
+    if any(other.value != point.value for other in others):
+        return Finding(
+            "vLLM plugin", "note", "two are installed", "uninstall one of the two copies of this package"
+        )
+    return Finding("vLLM plugin", "ok", point.value)
+
+
+def _gpus(survey: GpuSurvey) -> Iterator[Finding]:
+    if not survey.gpus:
+        yield Finding(
+            "GPU", "note", f"none: {survey.reason}", "layers run on the CPU (tiers.device.device: cpu)"
+        )
+    for gpu in survey.gpus:
+        node = "" if gpu.numa_node is None else f", NUMA node {gpu.numa_node}"
+        capability = ".".join(str(part) for part in gpu.compute_capability)
+        yield Finding(
+            f"GPU {gpu.index}",
+            "ok",
+            f"{gpu.name} (sm {capability}), {format_bytes(gpu.memory_free)} of {format_bytes(gpu.memory_total)} free"
+            f"{node}, driver {survey.driver}",
+        )
+
+
+def _memory(limits: HostLimits) -> Iterator[Finding]:
+    if limits.memory_available is None or limits.memory_total is None:
+        yield Finding(
+            "memory", "note", "unknown", "mount /proc so that limits can be checked before allocating"
+        )
+    else:
+        value = f"{format_bytes(limits.memory_available)} of {format_bytes(limits.memory_total)} available"
+        yield _enough("memory", value, limits.memory_available, "stop other programs or use a larger machine")
+    if limits.cgroup is None:
+        yield Finding("cgroup memory limit", "ok", "none")
+    else:
+        group = limits.cgroup
+        value = (
+            f"{format_bytes(group.headroom)} of {format_bytes(group.limit)} left"
+            f" ({format_bytes(group.usage - group.reclaimable)} used beside page cache; v{group.version} {group.path})"
+        )
+        yield _enough("cgroup memory limit", value, group.headroom, "raise the container's memory limit")
+
+
+def _enough(name: str, value: str, available: int, advice: str) -> Finding:
+    return Finding(name, "note", value, advice) if available < _LITTLE_MEMORY else Finding(name, "ok", value)
+
+
+def _numa() -> Iterator[Finding]:
+    nodes = numa_nodes()
+    if not nodes:
+        yield Finding("NUMA", "note", "the kernel shows no nodes", "tiers.host.numa has no effect here")
+    for node in nodes:
+        memory = (
+            "memory unknown" if node.memory_total is None else f"{format_bytes(node.memory_total)} memory"
+        )
+        yield Finding(f"NUMA node {node.node}", "ok", f"{len(node.cpus)} CPUs, {memory}")
+
+
+def _locked_memory(limits: HostLimits, *, needed: bool) -> Finding:
+    if limits.memlock is None:
+        how = " (CAP_IPC_LOCK)" if limits.memlock_exempt and limits.memlock_soft is not None else ""
+        return Finding("locked memory", "ok", f"no limit{how}")
+    value = f"{format_bytes(limits.memlock)}, hard " + (
+        "unlimited" if limits.memlock_hard is None else format_bytes(limits.memlock_hard)
+    )
+    if not needed:
+        return Finding("locked memory", "ok", f"{value} (not needed: arenas are pageable without a GPU)")
+    advice = (
+        "for pinned arenas raise it: ulimit -l unlimited, memlock in limits.conf, LimitMEMLOCK=infinity for a service,"
+        " --ulimit memlock=-1 for a container; or set tiers.host.on_limit: pageable"
+    )
+    return Finding("locked memory", "note", value, advice)
+
+
+def _model(config: TiersConfig) -> Iterator[Finding]:
+    folder = config.model.path
+    if folder is None:
+        return
+    if (folder / "config.json").is_file():
+        yield Finding("model", "ok", str(folder))
+    else:
+        yield Finding(
+            "model", "fail", f"{folder} has no config.json", "point model.path at a checkpoint folder"
+        )
+
+
+def _pack_folder(config: TiersConfig) -> Iterator[Finding]:
+    disk = config.tiers.disk
+    try:
+        facts = DiskFacts.probe(disk.path)
+    except OSError as error:
+        yield Finding(
+            "pack folder", "fail", f"{disk.path}: {error.strerror}", "point tiers.disk.path at a folder"
+        )
+        return
+    where = str(disk.path) if facts.exists else f"{disk.path} (will be made in {facts.probed})"
+    if facts.writable:
+        yield Finding("pack folder", "ok", where)
+    elif facts.exists and any(disk.path.glob("*.safetensors")):
+        yield Finding(
+            "pack folder", "note", f"{where}, read-only", "packs that are there can be served, none built"
+        )
+    else:
+        advice = "make it writable or point tiers.disk.path elsewhere"
+        yield Finding("pack folder", "fail", f"{where} is not writable and holds no packs", advice)
+    filesystem = facts.fs_type or "unknown filesystem"
+    if facts.fs_type in _NETWORK_FILESYSTEMS:
+        yield Finding("pack filesystem", "note", filesystem, "a local disk serves rows with far less delay")
+    elif facts.fs_type in ("tmpfs", "ramfs"):
+        yield Finding(
+            "pack filesystem", "note", filesystem, "packs here take memory and are gone after a reboot"
+        )
+    else:
+        yield Finding("pack filesystem", "ok", filesystem)
+    yield Finding("pack free space", "ok", format_bytes(facts.free))
+    yield _direct_io(config, facts)
+
+
+def _direct_io(config: TiersConfig, facts: DiskFacts) -> Finding:
+    wanted = config.tiers.disk.direct
+    if facts.direct_io:
+        return Finding("direct I/O", "ok", f"supported, blocks of {facts.direct_alignment} bytes")
+    if facts.direct_io is None:
+        return Finding("direct I/O", "note", "not tried: nothing there to read and no way to write")
+    if wanted == "always":
+        return Finding(
+            "direct I/O", "fail", "not supported", "set tiers.disk.direct to auto or move tiers.disk.path"
+        )
+    return Finding("direct I/O", "note", "not supported: rows are read through the page cache")
+
+
+def _print(findings: tuple[Finding, ...]) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for one in findings:
+        style = _STYLES[one.status]
+        table.add_row(f"[{style}]{one.status}[/]", escape(one.name), escape(one.value))
+        if one.advice:
+            table.add_row("", "", f"[{style}]→ {escape(one.advice)}[/]")
+    Console(highlight=False).print(table)

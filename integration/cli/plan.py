@@ -1,0 +1,87 @@
+"""`ziggurat plan`: what every tier will take and whether this machine can give it, before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ziggurat.integration.cli.options import ConfigOption, ModelArgument, TensorParallelOption, read_inputs
+from ziggurat.integration.preflight import plan_for
+from ziggurat.residency.budget_plan import Plan
+from ziggurat.residency.sizes import format_bytes
+from ziggurat.stores.checkpoint import Checkpoint
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command("plan")(plan)
+
+
+def plan(
+    model: ModelArgument = None,
+    config: ConfigOption = None,
+    tp: TensorParallelOption = 1,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON, also if it is refused.")
+    ] = False,
+) -> None:
+    """Show bytes per tier, coverage and floors of MODEL; status 1 and one line if it cannot work here."""
+    folder, tiers = read_inputs(model, config)
+    with Checkpoint.open(folder) as checkpoint:
+        result = plan_for(checkpoint, tiers, tp)
+    if as_json:
+        typer.echo(json.dumps(result.to_json(), indent=2))
+    else:
+        console = Console(highlight=False)
+        console.print(_tiers(result, str(tiers.tiers.disk.path)))
+        console.print(_checks(result))
+        for note in result.notes:
+            console.print(f"note: {note}", markup=False)
+    result.require()
+
+
+def _tiers(result: Plan, folder: str) -> Table:
+    table = Table(
+        title=f"{result.codec} rows of {format_bytes(result.row_bytes)} ({format_bytes(result.stride)} apart),"
+        f" {result.rows} experts, tensor parallel {result.tp_size}",
+        title_justify="left",
+    )
+    table.add_column("tier")
+    for heading in ("rank", "rows", "bytes", "of the experts"):
+        table.add_column(heading, justify="right")
+    table.add_column("where")
+    for rank in result.ranks:
+        table.add_row("disk", str(rank.rank), *_amounts(result.rows, result), escape(folder))
+    for rank in result.ranks:
+        where = "no arena" if result.arena_kind == "none" else f"{result.arena_kind} host memory"
+        if rank.staging_bytes:
+            where += f", {format_bytes(rank.staging_bytes)} for reads in flight"
+        table.add_row("host", str(rank.rank), *_amounts(rank.arena_rows, result), where)
+    for rank in result.ranks:
+        table.add_row("device", str(rank.rank), *_amounts(rank.pool_rows, result), result.device)
+    return table
+
+
+def _amounts(rows: int, result: Plan) -> tuple[str, str, str]:
+    return str(rows), format_bytes(rows * result.stride), f"{rows / result.rows:.1%}"
+
+
+def _checks(result: Plan) -> Table:
+    table = Table()
+    table.add_column("check")
+    table.add_column("needs", justify="right")
+    table.add_column("has", justify="right")
+    table.add_column("")
+    for check in result.checks:
+        verdict = "[green]ok[/]" if check.ok else f"[bold red]short by {check.amount(check.short_by)}[/]"
+        if check.unit == "support" and not check.ok:
+            verdict = f"[bold red]{escape(check.detail)}[/]"
+        table.add_row(check.name, check.amount(check.needed), check.amount(check.have), verdict)
+    return table
