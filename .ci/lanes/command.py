@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from cuda_stubs import StubError, find_compiler
-from environment import LANES, SetupError, cache_folder, ensure_environment, remove_unused
-from overlay import ensure_overlay
+from lanes.cuda_stubs import StubError, find_compiler
+from lanes.environment import LANES, SetupError, cache_folder, ensure_environment, remove_unused
+from lanes.overlay import ensure_overlay
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elf import SharedLibrary, read_shared_library
+from lanes.elf import SharedLibrary, read_shared_library
 
 # Sonames of NVIDIA's libraries. Anything else that is missing is a fault of the machine and stays visible.
 _CUDA_PREFIXES = ("libcu", "libnv", "libnccl")

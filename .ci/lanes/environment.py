@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuda_stubs import build_stubs
-from installer import SetupError, bare_environ, install
+from lanes.cuda_stubs import build_stubs
+from lanes.installer import SetupError, bare_environ, install
 
 __all__ = [
     "LANES",

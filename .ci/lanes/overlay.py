@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from environment import Environment, Lane, locked
-from installer import SetupError, bare_environ, install_editable
+from lanes.environment import Environment, Lane, locked
+from lanes.installer import SetupError, bare_environ, install_editable
 
 # Counts up when this script lays the same thin environment out in another way.
 LAYOUT_VERSION = 1

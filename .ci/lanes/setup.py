@@ -6,6 +6,7 @@ machine, under `${XDG_CACHE_HOME:-~/.cache}/ziggurat/lanes`; a clone gets a thin
 each other.
 """
 
+import os
 import sys
 
 # This file must parse under any Python, or nobody gets to read the message.
@@ -15,7 +16,9 @@ if sys.version_info < (3, 11):
         "       Name another one: make PYTHON=python3.12 ..." % ((sys.executable,) + sys.version_info[:2])
     )
 
-from command import main
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from lanes.command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Build and link the environments that Ziggurat is developed and tested in."""
