@@ -94,6 +94,7 @@ class HostCache:
         self.stride = arena.stride
         self.staging = min(staging, arena.places)
         self.evictions = 0
+        self.waits = 0  # requests that found no place and had to wait for another thread or step
         self._pack = pack
         self._arena = arena
         self._experts = experts
@@ -191,6 +192,17 @@ class HostCache:
             report.faults += batch.faults
         return report
 
+    def check(self) -> None:
+        """HostCacheError unless every place has exactly one role, with no read in progress. For tests."""
+        with self._changed:
+            roles = [*self._free, *self._idle_staging, *self._place_of.values()]
+            if sorted(roles) != list(range(self._arena.places)) or self._reading:
+                raise HostCacheError(
+                    f"places {sorted(roles)} have a role, rows {self._reading} are being read"
+                )
+            if set(self.policy.order()) != set(self._place_of):
+                raise HostCacheError("the policy holds other keys than can be found")
+
     def _find(self, remaining: dict[int, float], epoch: int) -> RowBatch:
         batch = RowBatch()
         with self._changed:
@@ -211,6 +223,7 @@ class HostCache:
 
         Empty if another thread has brought a remaining key in the meantime.
         """
+        waited = False
         with self._changed:
             while True:
                 plan = [
@@ -222,12 +235,15 @@ class HostCache:
                 self._reading.update(item.key for item in plan if item.cached)
                 if plan:
                     return plan
-                others = self._open_epochs - {epoch}
-                if not self._reading and not others:
+                if not self._reading and self._open_epochs <= {epoch}:
                     raise HostCacheError(
                         f"all {self._arena.places} places of the host arena are in use by this very step; raise "
                         "tiers.host.size, or settle batches once they have been copied"
                     )
+                if not waited:
+                    waited = True
+                    self.waits += 1
+                    self._changed.notify_all()
                 self._changed.wait()
                 if any(key in self._place_of for key in remaining):
                     return []

@@ -1,0 +1,50 @@
+"""A real pack with something between it and its reader: a log, injected failures, a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ziggurat.residency.ports import RowPack
+from ziggurat.stores.errors import RowReadError
+from ziggurat.stores.pack import RowRequest, RowResult
+
+
+class WrappedPack:
+    """log: keys in the order they were asked for. failing: key -> "io" or "checksum"; such a row's bytes are
+    garbage, as after a torn read. before(key): called when a row's bytes have arrived, before anyone is told.
+    """
+
+    def __init__(self, pack: RowPack) -> None:
+        self.pack = pack
+        self.header = pack.header
+        self.log: list[int] = []
+        self.failing: dict[int, str] = {}
+        self.before: Callable[[int], None] = lambda key: None
+        self.closed = False
+
+    def read_rows(self, wanted: Sequence[RowRequest]) -> Iterator[RowResult]:
+        keys = {(r.layer, r.expert): r.layer * self.header.experts + r.expert for r in wanted}
+        buffers = {(r.layer, r.expert): r.buffer for r in wanted}
+        self.log += keys.values()
+        for result in self.pack.read_rows(wanted):
+            place = (result.layer, result.expert)
+            self.before(keys[place])
+            kind = self.failing.get(keys[place])
+            if kind is None:
+                yield result
+                continue
+            buffers[place][:] = b"\xaa" * len(buffers[place])
+            layer_id = self.header.layer_ids[result.layer]
+            error = RowReadError(
+                layer_id,
+                result.expert,
+                Path("pack"),
+                f"injected {kind} failure",
+                "checksum" if kind == "checksum" else "io",
+            )
+            yield RowResult(result.layer, result.expert, 0, result.seconds, error)
+
+    def close(self) -> None:
+        self.closed = True
+        self.pack.close()
