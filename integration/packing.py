@@ -18,6 +18,7 @@ from ziggurat.stores.errors import PackLockedError
 from ziggurat.stores.pack import Pack
 from ziggurat.stores.packformat import PackHeader, pack_filename
 from ziggurat.stores.progress import NoProgress, ProgressSink
+from ziggurat.stores.readers.registry import open_reader
 from ziggurat.stores.stored import StoredExpert
 
 _LOCK_POLL_SECONDS = 0.5
@@ -75,6 +76,17 @@ def check_existing_packs(checkpoint: Checkpoint, config: TiersConfig, tp_size: i
         else:
             missing.append(path)
     return missing
+
+
+def open_pack(checkpoint: Checkpoint, config: TiersConfig, rank: int, tp_size: int) -> Pack:
+    """Open one rank's pack with the reader that ``tiers.disk`` describes."""
+    header = wanted_headers(checkpoint, config, tp_size)[rank]
+    disk = config.tiers.disk
+    path = disk.path / pack_filename(header)
+    # One rules file serves all ranks, or one each where the name says {rank}.
+    faults = None if disk.faults is None else Path(str(disk.faults).replace("{rank}", str(rank)))
+    reader = open_reader(disk.reader, path, threads=disk.readers, direct=disk.direct, faults=faults)
+    return Pack.open(path, expect=header, reader=reader, verify=disk.verify)
 
 
 def ensure_packs(

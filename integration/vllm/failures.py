@@ -160,9 +160,9 @@ def patch_api_process() -> None:
 
 
 def _message_of(request_id: str) -> str | None:
-    # The engine appends a choice number and, in some versions, a random suffix to the API server's request id.
+    # The engine wraps the API server's request id: a choice number before or behind it, in some versions a random suffix.
     for known in reversed(_messages):
-        if known.startswith(request_id):
+        if request_id in known:
             return _messages[known]
     return None
 

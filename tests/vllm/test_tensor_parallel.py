@@ -78,14 +78,15 @@ def test_unequal_pools_and_a_failing_rank(
 ) -> None:
     """Identity first; then rank 1 alone cannot read: both ranks end the request and name the expert; then all heals."""
     expected, reports = reference
-    faults = tmp_path / "faults.json"
-    faults.write_text("[]", encoding="utf-8")
-    tiers = make_tiers(pool=["40%", "6 rows"], arena="0", disk={"faults": str(faults)}, **miss)
-    broken = [{"fault": "error", "path": "tp1of2"}]
+    tiers = make_tiers(
+        pool=["40%", "6 rows"], arena="0", disk={"faults": str(tmp_path / "faults-{rank}.json")}, **miss
+    )
+    faults = str(tmp_path / "faults-1.json")
+    broken = {"rules": [{"kind": "error"}]}
     phases = [
         *PHASES,
-        {"name": "broken", "prompts": [SINGLE], "tokens": 8, "faults": broken},
-        {"name": "healed", "prompts": [SINGLE], "tokens": 8, "faults": []},
+        {"name": "broken", "prompts": [SINGLE], "tokens": 8, "faults": {faults: broken}},
+        {"name": "healed", "prompts": [SINGLE], "tokens": 8, "faults": {faults: {}}},
     ]
     with engine_process(job(demo_model, tiers, tmp_path, phases), tmp_path) as child:
         assert child.phase("ready", START_SECONDS), child.tail()
