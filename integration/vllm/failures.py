@@ -160,7 +160,7 @@ def patch_api_process() -> None:
 
 
 def _message_of(request_id: str) -> str | None:
-    # The engine wraps the API server's request id: a choice number before or behind it, in some versions a random suffix.
+    # The engine wraps the API server's request id: a choice number before or behind it, sometimes a random suffix.
     for known in reversed(_messages):
         if request_id in known:
             return _messages[known]

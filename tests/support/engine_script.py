@@ -27,10 +27,8 @@ def main(job: dict[str, Any]) -> None:
     )
     say("ready")
     for phase in job["phases"]:
-        if "faults" in phase:
-            Path(job["config"]["tiers"]["disk"]["faults"]).write_text(
-                json.dumps(phase["faults"]), encoding="utf-8"
-            )
+        for path, rules in phase.get("faults", {}).items():
+            Path(path).write_text(json.dumps(rules), encoding="utf-8")
         outputs = llm.generate(
             phase["prompts"],
             SamplingParams(temperature=0.0, max_tokens=phase["tokens"], ignore_eos=True),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 
@@ -83,7 +84,10 @@ def test_arena_above_memory(demo_model: Path, make_tiers: TiersFactory) -> None:
 
 
 def test_missing_expert_tensor(tmp_path: Path, make_tiers: TiersFactory) -> None:
-    write_checkpoint(tmp_path, kind="qwen3", drop=["model.layers.1.mlp.experts.3.up_proj.weight"])
+    write_checkpoint(tmp_path, kind="qwen3")
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.3\.up_proj"):
         engine_config(tmp_path, make_tiers(), skip_tokenizer_init=True)
 

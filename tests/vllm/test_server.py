@@ -24,7 +24,6 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("faults") / "rules.json"
-    path.write_text("[]", encoding="utf-8")
     return path
 
 
@@ -88,7 +87,7 @@ def test_answers_and_metrics(server: Server) -> None:
 def test_a_failing_read_fails_its_requests_only(server: Server, faults: Path) -> None:
     status, healthy = server.complete(SINGLE, 6)
     assert status == 200
-    faults.write_text(json.dumps([{"fault": "error"}]), encoding="utf-8")
+    faults.write_text(json.dumps({"rules": [{"kind": "error"}]}), encoding="utf-8")
     try:
         status, broken = server.complete("class Zebra(Animal):\n    def stripes", 6)
         assert status == 500, broken
@@ -107,7 +106,7 @@ def test_a_failing_read_fails_its_requests_only(server: Server, faults: Path) ->
         assert status in (200, 500)
         assert "expert" in stream
     finally:
-        faults.write_text("[]", encoding="utf-8")
+        faults.unlink()
     errors = total(scrape(server), "ziggurat_io_errors_total")
     assert errors > 0
     status, again = server.complete(SINGLE, 6)
