@@ -133,6 +133,8 @@ class _Planner:
         ranks = tuple(self._rank(one, kind) for one in self.planned)
         if not any(one.arena_rows for one in ranks):
             kind = "none"
+        if kind == "pageable" and isinstance(self.host.numa, int):
+            self.notes.append(f"tiers.host.numa: {self.host.numa} has no effect on a pageable arena")
         pack_bytes = self.total * self.stride
         return Plan(
             device=self.machine.device,

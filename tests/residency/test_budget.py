@@ -171,6 +171,11 @@ def test_locked_memory_binds_a_pinned_arena_and_on_limit_says_what_then() -> Non
     assert (on_cpu.ok, on_cpu.arena_kind) == (True, "pageable")
 
 
+def test_a_node_that_the_arena_cannot_be_bound_to_is_noted() -> None:
+    notes = plan(config(host="20 rows", host_extra={"numa": 1}), FACTS, ROW, machine=ROOMY).notes
+    assert notes == ("tiers.host.numa: 1 has no effect on a pageable arena",)
+
+
 def test_a_gpu_pool_counts_against_its_memory_and_not_against_the_hosts() -> None:
     gpu = machine(device="cuda:0", device_free=47 * STRIDE, memory_available=512 << 20)
     result = plan(config(device="48 rows", host="8 rows"), FACTS, ROW, machine=gpu)

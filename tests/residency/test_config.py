@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ziggurat.residency.config import TiersConfig, find_config, load_config
 from ziggurat.residency.config_errors import known_keys
 from ziggurat.residency.errors import ConfigError
@@ -60,6 +61,34 @@ def test_the_example_of_the_documentation_is_accepted() -> None:
     assert config.model.path == Path("/models/DeepSeek-V4-Flash")
     assert config.tiers.host.size == Size("bytes", Fraction(20 << 30))
     assert config.tiers.device.size == Size("bytes", Fraction(14 << 30))
+
+
+def test_every_key_has_its_paragraph_with_its_default_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    headings = dict(re.findall(r"^### `(.+)` \((?:default: )?(.+)\)$", text, re.MULTILINE))
+    sections = {
+        "model",
+        "tiers",
+        "tiers.disk",
+        "tiers.host",
+        "tiers.device",
+        "codecs",
+        "policy",
+        "miss",
+        "heat",
+        "metrics",
+    }
+    assert set(headings) == set(known_keys(TiersConfig)) - sections
+    for key, said in headings.items():
+        value: Any = load(SMALLEST).model_dump(mode="json")
+        for part in key.split("."):
+            value = value[part]
+        if key == "tiers.disk.path":
+            assert said == "required"
+        elif key == "model.path":
+            assert (said, value) == ("none", None)
+        else:
+            assert parse_yaml(said.strip("`"), name=key) == value
 
 
 def test_defaults() -> None:

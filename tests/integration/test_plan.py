@@ -1,0 +1,203 @@
+"""`ziggurat plan` on the demo model: the numbers, the refusals, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from ziggurat.integration.cli import plan
+from ziggurat.integration.packing import pack_paths
+from ziggurat.residency.config import load_config
+from ziggurat.residency.errors import BudgetError, ConfigError
+from ziggurat.stores.checkpoint import Checkpoint
+
+DEMO = Path(__file__).parents[2] / "bench/models/demo-moe-fp8"
+ROWS = 192  # 6 layers of 32 experts
+STRIDE = 28 * 1024  # w2: 3 * 256 * 128 weights in 2.25 bits are 27 KiB
+HUGE = 1 << 50
+
+app = typer.Typer()
+app.callback()(lambda: None)
+plan.register(app)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "packs").mkdir()
+    return tmp_path
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    """A configuration in `folder` with a quarter of the experts in the pool, changed by section."""
+    values: dict[str, Any] = {
+        "tiers": {
+            "disk": {"path": "packs", **changes.pop("disk", {})},
+            "host": {"size": "32 rows", **changes.pop("host", {})},
+            "device": {"size": "25%", **changes.pop("device", {})},
+        },
+        **changes,
+    }
+    path = folder / "tiers.yaml"
+    path.write_text(json.dumps(values))  # JSON is YAML
+    return path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_the_table_names_every_tier_its_rows_and_coverage(folder: Path) -> None:
+    result = run(DEMO, "-c", write_config(folder))
+    assert result.exit_code == 0, result.output
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines()]
+    lines = {row[0]: row[1:] for row in cells if row}
+    assert lines["disk"][:4] == ["0", "192", "5.25 MiB", "100.0%"]
+    assert lines["host"][:4] == ["0", "32", "896.00 KiB", "16.7%"]
+    assert lines["device"] == ["0", "48", "1.31 MiB", "25.0%", "cpu"]
+    for check in ("pool floor", "arena floor", "host memory", "disk space"):
+        assert lines[check][-1] == "ok"
+
+
+def test_the_machine_readable_plan(folder: Path) -> None:
+    result = run(DEMO, "-c", write_config(folder), "--tp", 2, "--json")
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    assert values["ok"] is True
+    assert values["refusal"] is None
+    assert (values["rows"], values["tp_size"], values["codec"], values["device"]) == (ROWS, 2, "w2", "cpu")
+    assert values["row_bytes"] * 2 == 27 * 1024
+    assert values["stride"] == 16 * 1024
+    assert [one["pool_rows"] for one in values["ranks"]] == [48, 48]
+    assert [one["coverage"] for one in values["ranks"]] == [0.25, 0.25]
+    assert [one["arena_bytes"] for one in values["ranks"]] == [32 * 16384, 32 * 16384]
+
+
+def test_the_model_may_come_from_the_configuration_and_the_command_line_wins(folder: Path) -> None:
+    in_config = write_config(folder, model={"path": str(DEMO)})
+    assert run("-c", in_config).exit_code == 0
+    wrong = write_config(folder, model={"path": str(folder / "nowhere")})
+    assert run("-c", wrong).exit_code == 1
+    assert run(DEMO, "-c", wrong).exit_code == 0
+
+
+def test_the_environment_names_the_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZIGGURAT_CONFIG", str(write_config(folder)))
+    assert run(DEMO).exit_code == 0
+    monkeypatch.delenv("ZIGGURAT_CONFIG")
+    result = run(DEMO)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"device": {"size": STRIDE - 1}},
+            "pool floor: needs 1 row (28.00 KiB a row), has 0 rows, short by 1 row",
+        ),
+        ({"host": {"size": "7 rows"}}, "arena floor: needs 8 rows"),
+        ({"disk": {"readers": 33}}, "arena floor: needs 33 rows"),
+    ],
+)
+def test_what_cannot_work_is_one_line_with_the_number_and_the_key(
+    folder: Path, changes: dict[str, Any], said: str
+) -> None:
+    path = write_config(folder, **changes)
+    for arguments in ((), ("--json",)):
+        result = run(DEMO, "-c", path, *arguments)
+        assert result.exit_code == 1
+        assert isinstance(result.exception, BudgetError)
+        assert str(result.exception).startswith(said)
+        assert "\n" not in str(result.exception)
+        assert "tiers." in str(result.exception)
+    values = json.loads(result.stdout)
+    assert values["ok"] is False
+    assert values["refusal"] == str(result.exception)
+
+
+def test_a_list_of_pool_sizes_is_one_per_rank(folder: Path) -> None:
+    path = write_config(folder, device={"size": ["40 rows", "5 rows"]})
+    result = run(DEMO, "-c", path, "--tp", 2, "--json")
+    assert [one["pool_rows"] for one in json.loads(result.stdout)["ranks"]] == [40, 5]
+    refused = run(DEMO, "-c", path)
+    assert refused.exit_code == 1
+    assert "lists 2 sizes for 1 tensor-parallel ranks" in str(refused.exception)
+
+
+@pytest.mark.parametrize("tp", [3, 64])
+def test_a_tensor_parallel_size_the_experts_do_not_allow(folder: Path, tp: int) -> None:
+    result = run(DEMO, "-c", write_config(folder), "--tp", tp)
+    assert result.exit_code == 1
+    assert result.exception is not None
+    assert "\n" not in str(result.exception)
+    assert str(tp) in str(result.exception) or "multiple" in str(result.exception)
+
+
+def test_a_device_without_a_pool_yet_is_refused(folder: Path) -> None:
+    result = run(DEMO, "-c", write_config(folder, device={"device": "cuda:0"}))
+    assert result.exit_code == 1
+    assert "tiers.device.device: there is no pool for cuda:0 yet" in str(result.exception)
+
+
+def test_a_pack_folder_that_is_a_file_is_refused(folder: Path) -> None:
+    (folder / "file").write_bytes(b"")
+    result = run(DEMO, "-c", write_config(folder, disk={"path": "file"}))
+    assert result.exit_code == 1
+    assert str(result.exception).startswith("tiers.disk.path: ")
+
+
+def test_a_built_pack_needs_no_more_space_and_a_part_of_one_less(folder: Path) -> None:
+    path = write_config(folder)
+    config = load_config(path)
+
+    def needed() -> int:
+        values = json.loads(run(DEMO, "-c", path, "--json").stdout)
+        (check,) = [one for one in values["checks"] if one["name"] == "disk space"]
+        return int(check["needed"])
+
+    whole = needed()
+    assert ROWS * STRIDE < whole < ROWS * STRIDE + (128 << 10)
+    with Checkpoint.open(DEMO) as checkpoint:
+        (pack,) = pack_paths(checkpoint, config, 1)
+    unfinished = pack.with_name(pack.name + ".building")
+    unfinished.write_bytes(bytes(1 << 20))
+    assert needed() == whole - unfinished.stat().st_blocks * 512
+    unfinished.rename(pack)
+    assert needed() == 0
+
+
+def test_planning_leaves_nothing_behind(folder: Path) -> None:
+    path = write_config(folder, disk={"path": "not/yet/made"})
+    before = sorted(folder.rglob("*"))
+    assert run(DEMO, "-c", path).exit_code == 0
+    assert run(DEMO, "-c", path, "--json").exit_code == 0
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_the_command_prints_one_line_and_exits_with_1(folder: Path) -> None:
+    for text, said in (
+        (
+            '{"tiers": {"disk": {"path": "p"}, "hots": {}}}',
+            'unknown key "tiers.hots"; did you mean "tiers.host"?',
+        ),
+        (
+            f'{{"tiers": {{"disk": {{"path": "p"}}, "host": {{"size": "100%"}}, "device": {{"size": {HUGE}}}}}}}',
+            "",
+        ),
+        ('{"tiers": {"disk": {"path": "p"}, "device": {"size": 1}}}', "pool floor: needs 1 row"),
+    ):
+        path = folder / "tiers.yaml"
+        path.write_text(text)
+        command = [sys.executable, "-m", "ziggurat.integration.cli.main", "plan", str(DEMO), "-c", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == (1 if said else 0), done.stderr
+        assert said in done.stderr
+        assert len(done.stderr.splitlines()) == (1 if said else 0)
