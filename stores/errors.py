@@ -107,9 +107,9 @@ class PackWriteError(StoreError):
 
 
 class DiskFullError(PackWriteError):
-    """The filesystem (or a file size limit) has no room. `short` is how many bytes are lacking, at least."""
+    """The filesystem (or a limit on file sizes) has no room. `short`: how many bytes are lacking, at least."""
 
-    def __init__(self, path: Path, needed: int, available: int, cause: str) -> None:
+    def __init__(self, path: Path, needed: int, available: int, cause: str = "not enough disk space") -> None:
         short = max(needed - available, 1)
         super().__init__(
             path,

@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import errno
+import os
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from pathlib import Path
+from threading import Lock
+from typing import Literal, NamedTuple
 
-from ziggurat.stores.errors import RowReadError
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ziggurat.stores.buffers import aligned_buffer
+from ziggurat.stores.errors import PackError, PackIncompleteError, PackMissingError, RowFailure, RowReadError
+from ziggurat.stores.packformat import (
+    ABSENT,
+    CHECKSUM_BYTES,
+    PackHeader,
+    check_expected,
+    read_pack_header,
+    row_digest,
+)
+from ziggurat.stores.readers.base import Arrived, Reader, ReadJob
+from ziggurat.stores.readers.pread import PreadReader
+
+VerifyMode = Literal["always", "first-read", "never"]
+BUILDING_SUFFIX = ".building"
+_DAMAGED = (
+    "checksum {} in two reads; `ziggurat verify` lists all bad rows, deleting the file and running `ziggurat pack` "
+    "makes it anew"
+)
 
 
 class RowRequest(NamedTuple):
@@ -26,3 +54,204 @@ class RowResult(NamedTuple):
     nbytes: int
     seconds: float
     error: RowReadError | None
+
+
+class Pack:
+    """An open pack. Safe for concurrent callers.
+
+    verify: which reads are checked against the row's checksum: "always", "first-read" (until the row was good once)
+    or "never". A row whose checksum is wrong is read once more before it counts as bad.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        header: PackHeader,
+        data_start: int,
+        checksums: npt.NDArray[np.uint64],
+        reader: Reader,
+        verify: VerifyMode,
+    ) -> None:
+        self.path = path
+        self.header = header
+        self.checksums = checksums
+        self._data_start = data_start
+        self._reader = reader
+        self._verify = verify
+        self._good = bytearray(header.rows)
+        self._mismatches = 0
+        self._lock = Lock()
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        expect: PackHeader | None = None,
+        reader: Reader | None = None,
+        verify: VerifyMode = "first-read",
+        allow_absent: bool = False,
+    ) -> Pack:
+        """Open a pack file; `expect` is what it must say about itself.
+
+        reader: reads this file; it belongs to the pack from here on, also when opening fails. Default: pread.
+        allow_absent: open a pack that lacks rows too; reading one of them is an error of that row.
+        Raises PackMissingError, PackIncompleteError, PackTruncatedError, PackCorruptError, PackMismatchError.
+        """
+        path = Path(path)
+        try:
+            if verify not in ("always", "first-read", "never"):
+                raise ValueError(f"verify is {verify!r}; it can be always, first-read or never")
+            header, data_start, checksums = _read_table(path)
+            if expect is not None:
+                check_expected(path, expect, header)
+            absent = int((checksums == ABSENT).sum())
+            if absent and not allow_absent:
+                problem = f"{absent} of {header.rows} rows are absent; run `ziggurat pack` to build it"
+                raise PackIncompleteError(path, problem)
+            return cls(path, header, data_start, checksums, reader or PreadReader(path), verify)
+        except BaseException:
+            if reader is not None:
+                reader.close()
+            raise
+
+    @property
+    def checksum_mismatches(self) -> int:
+        """Reads whose bytes did not match their checksum so far, those repaired by reading again included."""
+        return self._mismatches
+
+    @property
+    def direct(self) -> bool:
+        """True when rows are read past the page cache."""
+        return self._reader.direct
+
+    def read_rows(self, wanted: Sequence[RowRequest]) -> Generator[RowResult]:
+        """Read rows straight into the requests' buffers and yield each one's end in order of completion.
+
+        Reading starts when the generator is first advanced; when it ends, raises or is closed, no read is under way.
+        An error of one row is in its result and does not disturb the others.
+        Raises IndexError for a row the pack does not have and ValueError for a row wanted twice or a buffer that is
+        too small or cannot be written to, before anything is read.
+        """
+        header = self.header
+        jobs: list[ReadJob] = []
+        for layer, expert, buffer in wanted:
+            if not (0 <= layer < header.layers and 0 <= expert < header.experts):
+                raise IndexError(
+                    f"row ({layer}, {expert}): {self.path} has {header.layers} layers of {header.experts} experts"
+                )
+            if buffer.readonly or not buffer.c_contiguous or buffer.nbytes < header.stride:
+                raise ValueError(
+                    f"row ({layer}, {expert}) needs a writable, contiguous buffer of {header.stride} bytes"
+                )
+            offset = self._data_start + header.row_offset(layer, expert)
+            jobs.append(ReadJob(offset, buffer.cast("B")[: header.stride], layer * header.experts + expert))
+        if len({job.tag for job in jobs}) < len(jobs):
+            raise ValueError("a row is wanted twice in one call")
+        return self._read(jobs)
+
+    def read_row(self, layer: int, expert: int) -> torch.Tensor:
+        """One row's payload, uint8 `[row_bytes]`. Raises RowReadError."""
+        buffer = aligned_buffer(self.header.stride)
+        (result,) = self.read_rows([RowRequest(layer, expert, buffer)])
+        if result.error is not None:
+            raise result.error
+        return torch.frombuffer(buffer, dtype=torch.uint8, count=self.header.row_bytes)
+
+    def close(self) -> None:
+        """Wait for reads in progress and let the file go."""
+        self._reader.close()
+
+    def _read(self, jobs: list[ReadJob]) -> Generator[RowResult]:
+        present: list[ReadJob] = []
+        for job in jobs:
+            if self._checksum(job.tag) == ABSENT:
+                yield self._bad(job.tag, 0, 0.0, "absent", "the row was never written; run `ziggurat pack`")
+            else:
+                present.append(job)
+        spent = yield from self._attempt(present, {}, last=False)
+        if spent:
+            yield from self._attempt([job for job in present if job.tag in spent], spent, last=True)
+
+    def _attempt(
+        self, jobs: list[ReadJob], before: dict[int, float], *, last: bool
+    ) -> Generator[RowResult, None, dict[int, float]]:
+        """Read once and yield the rows that are good or, on the `last` attempt, have a wrong checksum.
+
+        Returns the rows to read again and the seconds they took so far.
+        """
+        digests: dict[int, int] = {}
+        again: dict[int, float] = {}
+        stride = self.header.stride
+        with closing(self._reader.read(jobs, self._digester(digests))) as ends:
+            for tag, nbytes, seconds, error in ends:
+                seconds += before.get(tag, 0.0)
+                if error is not None:
+                    yield self._bad(tag, nbytes, seconds, "io", str(error))
+                elif nbytes != stride:
+                    yield self._bad(tag, nbytes, seconds, "short", f"{nbytes} of {stride} bytes arrived")
+                elif tag not in digests or digests[tag] == self._checksum(tag):
+                    if tag in digests:
+                        self._good[tag] = 1
+                    yield RowResult(*divmod(tag, self.header.experts), nbytes, seconds, None)
+                else:
+                    with self._lock:
+                        self._mismatches += 1
+                    if last:
+                        found = f"{digests[tag]:016x}, not {self._checksum(tag):016x}"
+                        yield self._bad(tag, nbytes, seconds, "checksum", _DAMAGED.format(found))
+                    else:
+                        again[tag] = seconds
+        return again
+
+    def _digester(self, digests: dict[int, int]) -> Arrived | None:
+        """What the reading threads do with a row that arrived: compute its digest if it is to be checked."""
+        if self._verify == "never":
+            return None
+        always = self._verify == "always"
+
+        def arrived(job: ReadJob) -> None:
+            if always or not self._good[job.tag]:
+                digests[job.tag] = row_digest(job.buffer)
+
+        return arrived
+
+    def _checksum(self, tag: int) -> int:
+        return int(self.checksums.flat[tag])
+
+    def _bad(self, tag: int, nbytes: int, seconds: float, kind: RowFailure, reason: str) -> RowResult:
+        layer, expert = divmod(tag, self.header.experts)
+        error = RowReadError(self.header.layer_ids[layer], expert, self.path, reason, kind)
+        return RowResult(layer, expert, nbytes, seconds, error)
+
+
+def _read_table(path: Path) -> tuple[PackHeader, int, npt.NDArray[np.uint64]]:
+    """Header, start of the data section and checksum table of a pack file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as e:
+        if path.with_name(path.name + BUILDING_SUFFIX).exists():
+            problem = "its build was not finished; run `ziggurat pack` to finish it"
+            raise PackIncompleteError(path, problem) from e
+        raise PackMissingError(path, "there is no such pack; run `ziggurat pack` to build it") from e
+    except OSError as e:
+        raise PackError(path, f"cannot be opened: {e.strerror}") from e
+    try:
+        header, data_start = read_pack_header(path, fd)
+        return header, data_start, read_checksums(fd, header, data_start)
+    except OSError as e:
+        raise PackError(path, f"cannot be read: {e.strerror}") from e
+    finally:
+        os.close(fd)
+
+
+def read_checksums(fd: int, header: PackHeader, data_start: int) -> npt.NDArray[np.uint64]:
+    """The checksum table, u64 `[layers, experts]`. Raises OSError if the file ends before it does."""
+    raw = bytearray()
+    start, length = data_start + header.rows_nbytes, header.rows * CHECKSUM_BYTES
+    while len(raw) < length:
+        piece = os.pread(fd, length - len(raw), start + len(raw))
+        if not piece:
+            raise OSError(errno.EIO, "the file ends inside its checksums")
+        raw += piece
+    return np.frombuffer(raw, dtype="<u8").reshape(header.layers, header.experts)

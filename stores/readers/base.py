@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Literal, NamedTuple, Protocol
 
 DirectMode = Literal["auto", "always", "never"]
@@ -42,13 +42,13 @@ class Reader(Protocol):
         """True when reads go past the page cache."""
         ...
 
-    def read(self, jobs: Iterable[ReadJob], arrived: Arrived | None = None) -> Iterator[ReadDone]:
+    def read(self, jobs: Iterable[ReadJob], arrived: Arrived | None = None) -> Generator[ReadDone]:
         """Run the jobs and yield each one's end in order of completion.
 
-        Reading starts when the iterator is first advanced. All reads that were started are over when the
-        iterator ends, raises or is closed, so no buffer is written to after that.
+        Reading starts when the generator is first advanced. All reads that were started are over when it ends,
+        raises or is closed, so no buffer is written to after that.
         `arrived(job)` is called in the reading thread after a job's bytes arrived in full and before its end
-        is yielded; what it raises is raised by the iterator.
+        is yielded; what it raises is raised by the generator.
         An I/O error of a job is reported in its ReadDone and does not disturb the others.
         Raises ValueError for a bad job (read-only or empty buffer, negative offset) before anything is read.
         """

@@ -1,0 +1,119 @@
+"""A pack file while it is being built.
+
+It has its full length and final header from the start; a checksum of 0 marks a row as absent. A row's checksum is
+written only after the row's bytes were synced to disk, so a checksum that is there can be trusted after any crash.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ziggurat.stores.errors import PackError
+from ziggurat.stores.pack import BUILDING_SUFFIX, read_checksums
+from ziggurat.stores.packformat import (
+    ABSENT,
+    CHECKSUM_BYTES,
+    PackHeader,
+    file_bytes,
+    header_bytes,
+    pack_filename,
+    read_pack_header,
+)
+from ziggurat.stores.writing import sync_folder, writing
+
+
+def building_path(folder: Path, header: PackHeader) -> Path:
+    return folder / (pack_filename(header) + BUILDING_SUFFIX)
+
+
+def is_resumable(path: Path, header: PackHeader) -> bool:
+    """Whether the file at `path` is an unfinished pack with exactly this header."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return read_pack_header(path, fd)[0] == header
+    except (PackError, OSError):
+        return False
+    finally:
+        os.close(fd)
+
+
+class BuildFile:
+    """One rank's unfinished pack. The caller holds the build lock.
+
+    created: this run made the file, so an error of this run removes it.
+    """
+
+    def __init__(self, folder: Path, header: PackHeader, *, resume: bool = True) -> None:
+        """Continue the file an earlier run left if it fits, else start anew. Raises PackWriteError, DiskFullError."""
+        self.header = header
+        self.final = folder / pack_filename(header)
+        self.path = building_path(folder, header)
+        self.created = not (resume and is_resumable(self.path, header))
+        self._head = header_bytes(header)
+        self._length = file_bytes(header)
+        with writing(self.path, self._length):
+            if self.created:
+                self._fd = self._create()
+            else:
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            self._checksums = np.array(read_checksums(self._fd, header, len(self._head)))
+
+    def missing(self, layer: int) -> list[int]:
+        """Experts of a layer (by index) whose rows are absent."""
+        return [int(expert) for expert in np.flatnonzero(self._checksums[layer] == ABSENT)]
+
+    def write_row(self, layer: int, expert: int, row: memoryview) -> None:
+        """Write a row's `stride` bytes. Safe from several threads, for different rows."""
+        offset, done = len(self._head) + self.header.row_offset(layer, expert), 0
+        with writing(self.path, self._unwritten):
+            while done < len(row):
+                done += os.pwrite(self._fd, row[done:], offset + done)
+
+    def commit(self, layer: int, digests: Mapping[int, int]) -> None:
+        """Declare rows of a layer good: syncs everything written so far, then writes their checksums."""
+        for expert, digest in digests.items():
+            self._checksums[layer, expert] = digest
+        start = len(self._head) + self.header.rows_nbytes + layer * self.header.experts * CHECKSUM_BYTES
+        table = self._checksums[layer].astype("<u8").tobytes()
+        with writing(self.path, self._unwritten):
+            os.fdatasync(self._fd)
+            done = 0
+            while done < len(table):
+                done += os.pwrite(self._fd, table[done:], start + done)
+
+    def finish(self) -> Path:
+        """Make the complete pack visible under its final name."""
+        if (self._checksums == ABSENT).any():
+            raise AssertionError(f"{self.path} still lacks rows")
+        with writing(self.path, self._unwritten):
+            os.fsync(self._fd)
+            self.path.rename(self.final)
+            sync_folder(self.final.parent)
+        return self.final
+
+    def close(self, *, discard: bool = False) -> None:
+        """Let the file go; `discard` removes it if this run created it."""
+        os.close(self._fd)
+        if discard and self.created:
+            self.path.unlink(missing_ok=True)
+
+    def _unwritten(self) -> int:
+        return max(self._length - os.fstat(self._fd).st_blocks * 512, 0)
+
+    def _create(self) -> int:
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            os.ftruncate(fd, self._length)
+            os.pwrite(fd, self._head, 0)
+        except BaseException:
+            os.close(fd)
+            self.path.unlink(missing_ok=True)
+            raise
+        return fd
