@@ -151,7 +151,9 @@ class HostCache:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def rows(self, wanted: Mapping[int, float], *, epoch: int, keep: bool = True) -> Iterator[RowBatch]:
+    def rows(
+        self, wanted: Mapping[int, float], *, epoch: int, keep: bool = True
+    ) -> Generator[RowBatch, None, None]:
         """Every wanted row once, in batches, found ones first, then as reads complete.
 
         wanted: key -> weight (0 = wanted by a scan only). keep=False: read without caching. A key whose read failed
@@ -292,8 +294,7 @@ class HostCache:
                 yield batch
         finally:
             # Closing joins the reads in progress: no place is handed on while bytes may still land in it.
-            if isinstance(results, Generator):
-                results.close()
+            results.close()
             with self._changed:
                 for item in pending.values():
                     self._release(item)

@@ -6,7 +6,7 @@ The real parts are `ziggurat.stores.pack.Pack`, `ziggurat.allocators` arenas and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 import torch
@@ -23,8 +23,9 @@ class RowPack(Protocol):
     @property
     def header(self) -> PackHeader: ...
 
-    def read_rows(self, wanted: Sequence[RowRequest]) -> Iterator[RowResult]:
-        """Read rows into the requests' buffers; yields in order of completion, joins every read before it ends."""
+    def read_rows(self, wanted: Sequence[RowRequest]) -> Generator[RowResult, None, None]:
+        """Read rows into the requests' buffers; yields in order of completion. No read is under way
+        when it ends, raises or is closed."""
         ...
 
     def close(self) -> None: ...

@@ -167,7 +167,9 @@ class ExpertService:
         """
         if self._closed or self._in_step:
             raise StepError("the service is closed" if self._closed else "a step is already running")
-        if tokens.count < 0 or (tokens.prefill is not None and tokens.prefill.shape != (tokens.count,)):
+        if tokens.count < 0:
+            raise StepError(f"a step has at least 0 live tokens, not {tokens.count}")
+        if tokens.prefill is not None and tokens.prefill.shape != (tokens.count,):
             raise StepError(f"prefill must have one flag for each of the {tokens.count} live tokens")
         self._in_step = True
         step = StepState(tokens, self.cache.open_epoch())

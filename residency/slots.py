@@ -147,7 +147,7 @@ class SlotPool:
         for key, weight in weights.items():
             self.policy.touch(key, weight)
 
-    def keys(self) -> Collection[int]:
+    def held(self) -> Collection[int]:
         """Keys of all published rows."""
         return [owner for owner in self.table.owners if owner >= 0]
 
@@ -160,7 +160,7 @@ class SlotPool:
         bound = int((self.table.numpy != ABSENT).sum())
         if bound != sum(owner >= 0 for owner in owners) or bound != len(self.policy):
             raise SlotError(f"{bound} table entries, {len(self.policy)} policy keys, owners {owners}")
-        if set(self.policy.order()) != set(self.keys()):
+        if set(self.policy.order()) != set(self.held()):
             raise SlotError("the policy holds other keys than the slots")
         free = [slot for slot, owner in enumerate(owners) if owner == _FREE]
         if sorted(self._free) != free:

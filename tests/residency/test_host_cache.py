@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from support.fake_moe import FakePacks
 from support.wrapped_packs import WrappedPack
 from ziggurat.allocators.pageable import PageableArena
@@ -51,12 +52,13 @@ class Rig:
 
 
 def read_all(packs: FakePacks) -> torch.Tensor:
+    """Every row of the pack, uint8 [ROWS, stride]."""
     pack = packs.open()
-    rows = torch.zeros((ROWS, pack.header.stride), dtype=torch.uint8)
-    wanted = [RowRequest(*packs.geometry.split(key), memoryview(rows[key].numpy())) for key in range(ROWS)]
+    arena = PageableArena(ROWS, pack.header.stride)
+    wanted = [RowRequest(*packs.geometry.split(key), arena.view(key)) for key in range(ROWS)]
     assert all(result.error is None for result in pack.read_rows(wanted))
     pack.close()
-    return rows
+    return arena.tensor
 
 
 def test_a_row_is_read_once_and_found_after_that(packs: FakePacks) -> None:
@@ -159,7 +161,7 @@ def test_keep_false_leaves_no_trace(packs: FakePacks) -> None:
 def test_a_place_that_a_step_in_flight_may_read_is_not_reused(packs: FakePacks) -> None:
     rig = Rig(packs, places=2, staging=1)
     first = rig.cache.open_epoch()
-    held = [batch for batch in rig.cache.rows({1: 1.0}, epoch=first)]  # copied asynchronously: not settled
+    held = list(rig.cache.rows({1: 1.0}, epoch=first))  # copied asynchronously: not settled
     assert rig.get([2]) == {2: "pack"}
     for batch in held:
         rig.check(batch)

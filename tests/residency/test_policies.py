@@ -7,6 +7,7 @@ from collections.abc import Container
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ziggurat.residency.policies.base import EvictionPolicy, PolicySettings
 from ziggurat.residency.policies.registry import make_policy, policy_names
 from ziggurat.residency.runtime_errors import PolicyError, UnknownPolicyError
@@ -73,7 +74,7 @@ class NaiveLfu:
     def score(self, key: int) -> float:
         # in units of step 0 would overflow; relative to the newest use anywhere it cannot
         newest = max((t for uses in self.history.values() for t, w in uses if w > 0), default=0)
-        return sum(w * 2.0 ** ((t - newest) / HALF_LIFE) for t, w in self.history[key])
+        return sum(w * float(2.0 ** ((t - newest) / HALF_LIFE)) for t, w in self.history[key])
 
     def victim(self, blocked: Container[int]) -> int | None:
         free = [key for key in self.held if key not in blocked]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ziggurat.allocators.pool import CpuPool
 from ziggurat.residency.policies.registry import make_policy, policy_names
 from ziggurat.residency.runtime_errors import SlotError
@@ -57,9 +58,9 @@ def test_invariants(slots: int, name: str, shuffled: list[int], ops: list[tuple[
             assert pool.table.slot_of(key) == ABSENT
         pool.check()
         assert pool.used + pool.free == slots
-        for held in pool.keys():
-            assert torch.equal(pool.row(held), row_of(held))
-            layer, expert = divmod(held, EXPERTS)
+        for owner in pool.held():
+            assert torch.equal(pool.row(owner), row_of(owner))
+            layer, expert = divmod(owner, EXPERTS)
             assert pool.resident(layer, np.array([expert]))[0]
 
 
@@ -69,7 +70,7 @@ def test_blocked_keys_keep_their_slots() -> None:
         bring(pool, key)
     assert len(pool.take(3, {0, 2})) == 1
     assert pool.table.slot_of(1) == ABSENT
-    assert set(pool.keys()) == {0, 2}
+    assert set(pool.held()) == {0, 2}
     assert pool.evictions == 1
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from support.checkpoints import write_checkpoint
 from ziggurat.allocators.pageable import PageableArena
 from ziggurat.allocators.pool import CpuPool
 from ziggurat.integration.packing import encoder_for
@@ -32,8 +34,6 @@ from ziggurat.stores.builder import build_pack
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.pack import Pack, RowRequest
 from ziggurat.stores.progress import NoProgress
-
-from support.checkpoints import write_checkpoint
 
 Moe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -102,12 +102,12 @@ class FakePacks:
         ranks = []
         for rank in range(self.size):
             pack = self.open(rank)
-            rows = torch.full((g.rows, pack.header.stride), 0xFF, dtype=torch.uint8)
-            wanted = [RowRequest(*g.split(key), memoryview(rows[key].numpy())) for key in range(g.rows)]
+            arena = PageableArena(g.rows, pack.header.stride)
+            wanted = [RowRequest(*g.split(key), arena.view(key)) for key in range(g.rows)]
             assert all(result.error is None for result in pack.read_rows(wanted))
             pack.close()
             sizes = ExpertGeometry(g.hidden, g.intermediate)
-            ranks.append({g.split(key): codec.decode(rows[key], sizes) for key in range(g.rows)})
+            ranks.append({g.split(key): codec.decode(arena.tensor[key], sizes) for key in range(g.rows)})
         return ranks
 
     def resident(self, rank: int = 0) -> Moe:
@@ -134,18 +134,18 @@ class FakePacks:
         return model.forward(x, moe)
 
 
-def make_packs(folder: Path, tp_size: int = 1, codec: str = "bf16", **sizes: int) -> FakePacks:
+def make_packs(folder: Path, tp_size: int = 1, codec: str = "bf16") -> FakePacks:
     """Write a checkpoint and pack it for `tp_size` ranks."""
-    wanted = dict(
+    write_checkpoint(
+        folder / "model",
+        gain=3.0,
         layers=LAYERS,
         experts=EXPERTS,
         top_k=TOP_K,
         hidden=HIDDEN,
         intermediate=INTERMEDIATE,
         vocab=32,
-        gain=3.0,
     )
-    write_checkpoint(folder / "model", **{**wanted, **sizes})  # type: ignore[arg-type]  # all are numbers
     checkpoint = Checkpoint.open(folder / "model")
     encoder = encoder_for(checkpoint, codec)
     (folder / "packs").mkdir()
@@ -212,7 +212,7 @@ class Passes:
 
     model: FakeModel
     service: ExpertService
-    reduce: Reduce = lambda y: y  # noqa: E731 - a field's default
+    reduce: Reduce = lambda y: y
 
     def __post_init__(self) -> None:
         self.paths: list[PassPath] = []

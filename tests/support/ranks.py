@@ -75,7 +75,7 @@ class ThreadConsensus:
 
     def all_reduce(self, value: torch.Tensor) -> torch.Tensor:
         """The model's own collective: the sum over ranks, added in rank order."""
-        parts = self.group.exchange(self.rank, "all_reduce", value)
+        parts: list[torch.Tensor] = self.group.exchange(self.rank, "all_reduce", value)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part

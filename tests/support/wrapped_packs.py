@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from ziggurat.residency.ports import RowPack
@@ -23,11 +24,20 @@ class WrappedPack:
         self.before: Callable[[int], None] = lambda key: None
         self.closed = False
 
-    def read_rows(self, wanted: Sequence[RowRequest]) -> Iterator[RowResult]:
+    def read_rows(self, wanted: Sequence[RowRequest]) -> Generator[RowResult, None, None]:
         keys = {(r.layer, r.expert): r.layer * self.header.experts + r.expert for r in wanted}
         buffers = {(r.layer, r.expert): r.buffer for r in wanted}
         self.log += keys.values()
-        for result in self.pack.read_rows(wanted):
+        with closing(self.pack.read_rows(wanted)) as results:
+            yield from self._results(results, keys, buffers)
+
+    def _results(
+        self,
+        results: Generator[RowResult, None, None],
+        keys: dict[tuple[int, int], int],
+        buffers: dict[tuple[int, int], memoryview],
+    ) -> Generator[RowResult, None, None]:
+        for result in results:
             place = (result.layer, result.expert)
             self.before(keys[place])
             kind = self.failing.get(keys[place])
