@@ -180,12 +180,9 @@ class SourceArrays:
     def values(self, start: int, stop: int) -> F64:
         """The exact numbers of rows start..stop, float64 [stop - start, K]."""
         bits = self.bits[start:stop]
-        if self.format == "bf16":
-            values: F64 = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        elif self.format == "f16":
-            values = bits.view(np.float16).astype(np.float64)
-        elif self.format == "f32":
-            values = bits.view(np.float32).astype(np.float64)
+        if self.format in ("bf16", "f16", "f32"):
+            values = self._floats(bits)
+            self.refuse_elements(start, ~np.isfinite(values))
         elif self.format == "fp8_block":
             values = E4M3_VALUES[bits]
             self.refuse_elements(start, np.isnan(values))
@@ -195,9 +192,15 @@ class SourceArrays:
             values[:, 0::2] = E2M1_VALUES[bits & 15]
             values[:, 1::2] = E2M1_VALUES[bits >> 4]
             values *= self._row_scales(start, stop)
-        if self.format in ("bf16", "f16", "f32"):
-            self.refuse_elements(start, ~np.isfinite(values))
         return values
+
+    def _floats(self, bits: U8) -> F64:
+        if self.format == "bf16":
+            floats = (bits.astype(np.uint32) << 16).view(np.float32)
+        else:
+            floats = bits.view(np.float16 if self.format == "f16" else np.float32)
+        with np.errstate(invalid="ignore"):  # signalling NaN; the caller refuses them all
+            return floats.astype(np.float64)
 
     def _row_scales(self, start: int, stop: int) -> F64:
         bn, bk = self.block
