@@ -10,6 +10,7 @@ from ziggurat.allocators.limits import HostLimits
 from ziggurat.residency.budget import MachineLimits
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.errors import ConfigError
+from ziggurat.stores.pack import BUILDING_SUFFIX
 
 
 def machine_limits(config: TiersConfig, packs: Iterable[Path]) -> MachineLimits:
@@ -28,7 +29,7 @@ def machine_limits(config: TiersConfig, packs: Iterable[Path]) -> MachineLimits:
         raise ConfigError(f"tiers.disk.path: {config.tiers.disk.path}: {error.strerror or error}") from error
     built, building = 0, 0
     for pack in packs:
-        unfinished = pack.with_name(pack.name + ".building")
+        unfinished = pack.with_name(pack.name + BUILDING_SUFFIX)
         if pack.is_file():
             built += 1
         elif unfinished.is_file():
