@@ -229,16 +229,15 @@ def _check_shapes(
     if key.expert is not None:
         check_matrix(form, shape, block, part.info, *_scales(parts, key))
         return
+    if form not in ("bf16", "f16", "f32") and (form != "fp8_block" or transposed):
+        turned = "transposed " if transposed else ""
+        raise FormatError("of an unsupported format", part.info.name, f"{turned}fused {form}")
     rows, columns = shape
-    stored = (columns, rows) if transposed else (rows, columns)
-    expect_shape(part.info, (config.experts, *stored))
-    if form == "fp8_block" and block is not None and not transposed:
+    expect_shape(part.info, (config.experts, *((columns, rows) if transposed else (rows, columns))))
+    if block is not None:
         bn, bk = block
         if key.matrix == "w13" and config.intermediate % bn:
             detail = f"scale blocks of {bn} rows straddle gate and up of {config.intermediate} rows each"
             raise FormatError("of an unsupported format", part.info.name, detail)
         scale = parts[key._replace(kind="scale")].info
         expect_shape(scale, (config.experts, -(-rows // bn), -(-columns // bk)))
-    elif form not in ("bf16", "f16", "f32"):
-        turned = "transposed " if transposed else ""
-        raise FormatError("of an unsupported format", part.info.name, f"{turned}fused {form}")

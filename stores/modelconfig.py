@@ -14,6 +14,7 @@ from ziggurat.stores.errors import CheckpointError
 
 _EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _NESTED_KEYS = ("text_config", "llm_config", "language_config")
+_MOST_LAYERS, _MOST_EXPERTS = 1024, 4096  # far above any model; a nonsensical config must not exhaust memory
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -51,7 +52,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     if count_key is None:
         keys = ", ".join(_EXPERT_COUNT_KEYS)
         raise CheckpointError(f"{path}: none of {keys} is set, so this is not a Mixture-of-Experts model")
-    layers = _count(path, body, "num_hidden_layers")
+    layers = _count(path, body, "num_hidden_layers", _MOST_LAYERS)
     moe_layers = tuple(layer for layer in range(layers) if _is_moe(path, body, layer))
     if not moe_layers:
         raise CheckpointError(f"{path}: not one of the {layers} layers has routed experts")
@@ -59,7 +60,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         architecture=_architecture(top),
         layers=layers,
         moe_layers=moe_layers,
-        experts=_count(path, body, count_key),
+        experts=_count(path, body, count_key, _MOST_EXPERTS),
         top_k=_count(path, body, "num_experts_per_tok"),
         hidden=_count(path, body, "hidden_size"),
         intermediate=_count(
@@ -101,12 +102,12 @@ def _load(path: Path) -> dict[str, Any]:
     return config
 
 
-def _count(path: Path, body: Mapping[str, Any], key: str) -> int:
+def _count(path: Path, body: Mapping[str, Any], key: str, most: int = 1 << 24) -> int:
     value = body.get(key)
     if value is None:
         raise CheckpointError(f"{path}: {key} is missing")
-    if type(value) is not int or not 0 < value < 2**31:
-        raise CheckpointError(f"{path}: {key} is {value!r}, not a positive number")
+    if type(value) is not int or not 0 < value <= most:
+        raise CheckpointError(f"{path}: {key} is {value!r}, not a number from 1 to {most}")
     return value
 
 
@@ -125,7 +126,9 @@ def _is_moe(path: Path, body: Mapping[str, Any], layer: int) -> bool:
     """
     first = _number(path, body, "first_k_dense_replace", 0)
     step = _number(path, body, "decoder_sparse_step", 1) or 1
-    dense = body.get("mlp_only_layers") or ()
+    dense = body.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise CheckpointError(f"{path}: mlp_only_layers is {dense!r}, not a list of layer numbers")
     period = body.get("moe_layer_freq") or 1
     if isinstance(period, list):
         here = layer < len(period) and bool(period[layer])

@@ -237,6 +237,15 @@ def _suffix(w: _Writer, suffix: str) -> str:
     return "scale" if own and suffix.startswith("weight_scale") else suffix
 
 
+_FUSED_SUFFIXES = {
+    "weight": "",
+    "weight_scale_inv": "_scale_inv",
+    "weight_scale": "_scale",
+    "weight_scale_2": "_scale_2",
+    "input_scale": "_input_scale",
+}
+
+
 def _fuse(w: _Writer, layer: int, p: str) -> None:
     numbers = range(w.size.experts)
     pairs = [torch.cat([w.experts[layer, e, "w1"], w.experts[layer, e, "w3"]]) for e in numbers]
@@ -249,7 +258,7 @@ def _fuse(w: _Writer, layer: int, p: str) -> None:
             stacked = torch.stack([part[suffix] for part in parts])
             if w.layout == "fused-transposed":
                 stacked = stacked.transpose(1, 2).contiguous()
-            w.tensors[p + name + suffix.removeprefix("weight")] = stacked
+            w.tensors[p + name + _FUSED_SUFFIXES[suffix]] = stacked
 
 
 def _config(w: _Writer) -> dict[str, Any]:
