@@ -66,6 +66,8 @@ class PreadReader:
         return self._direct is not None
 
     def read(self, jobs: Iterable[ReadJob], arrived: Arrived | None = None) -> Generator[ReadDone]:
+        if self._closed:
+            raise ValueError(f"the reader of {self._path} is closed")
         work = list(jobs)
         for job in work:
             self._check(job)
@@ -137,8 +139,6 @@ class PreadReader:
         return done, None
 
     def _check(self, job: ReadJob) -> None:
-        if self._closed:
-            raise ValueError(f"the reader of {self._path} is closed")
         if job.offset < 0:
             raise ValueError(f"job {job.tag}: offset {job.offset} is negative")
         if job.buffer.readonly or not job.buffer.c_contiguous or not job.buffer.nbytes:
