@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 
 from ziggurat.residency.host_cache import HostCache, RowBatch, RowFault, Source
 from ziggurat.residency.slots import SlotPool
@@ -55,38 +54,34 @@ class Fetcher:
         wanted: key -> weight as in EvictionPolicy.insert (with seed=True: heat as in EvictionPolicy.seed, and the
         rows are not kept in the arena). Read errors are returned, never raised.
         """
-        slots = self._slots.take(len(wanted), blocked)
-        accepted = dict(islice(wanted.items(), len(slots)))
+        slots = dict(zip(wanted, self._slots.take(len(wanted), blocked), strict=False))
         outcome = FetchOutcome()
-        slots.reverse()  # the slots not written to yet are slots[:]; the next one is at the end
+        written: set[int] = set()
         try:
+            accepted = {key: wanted[key] for key in slots}
             for batch in self._cache.rows(accepted, epoch=epoch, keep=not seed):
-                self._store(batch, slots, accepted, outcome, seed)
+                self._store(batch, slots)
+                written.update(row.key for row in batch.rows)
+                outcome.faults += batch.faults
         finally:
-            self._slots.give_back(slots)
+            # In the order asked for, so that what is evicted later does not depend on the disk's timing.
+            for key, slot in slots.items():
+                if key in written:
+                    self._slots.publish(slot, key, wanted[key], seed=seed)
+                    outcome.arrived.append(key)
+                else:
+                    self._slots.give_back([slot])
         return outcome
 
-    def _store(
-        self,
-        batch: RowBatch,
-        slots: list[int],
-        weights: Mapping[int, float],
-        outcome: FetchOutcome,
-        seed: bool,
-    ) -> None:
+    def _store(self, batch: RowBatch, slots: Mapping[int, int]) -> None:
+        """Write a batch's rows to their slots and count it."""
         if batch.rows:
-            targets = slots[: -len(batch.rows) - 1 : -1]
             begun = time.perf_counter()
-            self._slots.pool.write(targets, [row.row for row in batch.rows])
+            self._slots.pool.write([slots[row.key] for row in batch.rows], [row.row for row in batch.rows])
             copy_seconds = (time.perf_counter() - begun) / len(batch.rows)
             self._cache.settle(batch)
-            del slots[-len(batch.rows) :]
-            for slot, row in zip(targets, batch.rows, strict=True):
-                self._slots.publish(slot, row.key, weights[row.key], seed=seed)
-                outcome.arrived.append(row.key)
+            for row in batch.rows:
                 self._tally.rows[row.source] += 1
                 self._tally.seconds[row.source].append(row.seconds + copy_seconds)
-        for fault in batch.faults:
-            outcome.faults.append(fault)
-            self._tally.io_errors += 1
-            self._tally.verification_failures += fault.verification
+        self._tally.io_errors += len(batch.faults)
+        self._tally.verification_failures += sum(fault.verification for fault in batch.faults)

@@ -73,9 +73,10 @@ class HeatMap:
         """Part of all heat that the hottest `rows` experts have: the most that a pool of that size could hold."""
         flat = self.counts.reshape(-1)
         total = float(flat.sum())
-        if rows >= flat.size or total <= 0.0:
-            return 1.0 if total > 0.0 else 0.0
-        return float(np.partition(flat, flat.size - rows)[flat.size - rows :].sum()) / total
+        if rows <= 0 or total <= 0.0:
+            return 0.0
+        first = max(0, flat.size - rows)
+        return float(np.partition(flat, first)[first:].sum()) / total
 
 
 @dataclass(frozen=True, slots=True)

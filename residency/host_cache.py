@@ -272,32 +272,34 @@ class HostCache:
     def _read(
         self, plan: Sequence[_Reservation], remaining: dict[int, float], epoch: int, *, seed: bool = False
     ) -> Iterator[RowBatch]:
-        pending = {item.key: item for item in plan}
+        arrived: set[int] = set()
+        pending = {item.key for item in plan}
         requests = [
             RowRequest(*divmod(item.key, self._experts), self._arena.view(item.place)) for item in plan
         ]
+        places = {item.key: item.place for item in plan}
         results = self._pack.read_rows(requests)
         try:
             for result in results:
-                item = pending.pop(result.layer * self._experts + result.expert)
-                del remaining[item.key]
+                key = result.layer * self._experts + result.expert
+                pending.remove(key)
+                del remaining[key]
                 batch = RowBatch()
-                with self._changed:
-                    if result.error is None:
-                        batch.rows.append(self._arrived(item.key, item.place, "pack", result.seconds, epoch))
-                        self._publish(item, seed)
-                    else:
-                        corrupt = result.error.kind == "checksum"
-                        batch.faults.append(RowFault(item.key, result.error.reason, corrupt))
-                        self._release(item)
-                    self._changed.notify_all()
+                if result.error is None:
+                    with self._changed:
+                        batch.rows.append(self._arrived(key, places[key], "pack", result.seconds, epoch))
+                    arrived.add(key)
+                else:
+                    corrupt = result.error.kind == "checksum"
+                    batch.faults.append(RowFault(key, result.error.reason, corrupt))
                 yield batch
         finally:
             # Closing joins the reads in progress: no place is handed on while bytes may still land in it.
             results.close()
             with self._changed:
-                for item in pending.values():
-                    self._release(item)
+                # In the order of the plan, so that what is evicted later does not depend on the disk's timing.
+                for item in plan:
+                    self._publish(item, seed) if item.key in arrived else self._release(item)
                 self._changed.notify_all()
         if pending:
             raise HostCacheError(f"the pack reported no result for rows {sorted(pending)}")

@@ -13,7 +13,7 @@ _RESCALE_BITS = 256
 
 
 class LfuDecayPolicy:
-    """Evicts the key with the lowest decayed count of uses; equal counts go by key, lowest first.
+    """Evicts the key with the lowest decayed count of uses; of equal ones the highest key.
 
     A use at step t is worth 2**((t - now) / half_life). All counts decay at the same rate, so their order
     does not change while time passes; the policy therefore keeps them in units of a fixed past step, where a
@@ -33,7 +33,7 @@ class LfuDecayPolicy:
         self._age = 0.0  # half-lives since the base step
         self._scores: dict[int, float] = {}  # every key ever held, in units of the base step
         self._held: set[int] = set()
-        self._heap: list[tuple[float, int]] = []  # lazy: an entry counts only while it matches _scores
+        self._heap: list[tuple[float, int]] = []  # (score, -key), lazy: counts only while it matches _scores
 
     def insert(self, key: int, weight: float = 1.0) -> None:
         if key in self._held:
@@ -59,7 +59,7 @@ class LfuDecayPolicy:
         skipped: list[tuple[float, int]] = []
         found: int | None = None
         while self._heap:
-            score, key = self._heap[0]
+            score, key = self._heap[0][0], -self._heap[0][1]
             if key not in self._held or score != self._scores[key]:
                 heapq.heappop(self._heap)
             elif key in blocked:
@@ -80,14 +80,14 @@ class LfuDecayPolicy:
         return len(self._held)
 
     def order(self) -> list[int]:
-        return sorted(self._held, key=lambda key: (-self._scores[key], -key))
+        return sorted(self._held, key=lambda key: (-self._scores[key], key))
 
     def _unit(self) -> float:
         return float(2.0**self._age)
 
     def _set(self, key: int, score: float) -> None:
         self._scores[key] = score
-        heapq.heappush(self._heap, (score, key))
+        heapq.heappush(self._heap, (score, -key))
         if len(self._heap) > 4 * len(self._held) + 64:
             self._rebuild()
 
@@ -99,5 +99,5 @@ class LfuDecayPolicy:
         self._rebuild()
 
     def _rebuild(self) -> None:
-        self._heap = [(self._scores[key], key) for key in self._held]
+        self._heap = [(self._scores[key], -key) for key in self._held]
         heapq.heapify(self._heap)

@@ -122,7 +122,11 @@ def test_a_replay_pass_changes_no_slot(packs: FakePacks) -> None:
         def look(number: int) -> None:
             table = service.slots.table.numpy.tobytes()
             seen.setdefault(number, []).append(
-                (table, service.slots.pool.tensor.numpy().tobytes(), len(pack.log))
+                (
+                    table,
+                    b"".join(service.slots.pool.row(slot).numpy().tobytes() for slot in range(6)),
+                    len(pack.log),
+                )
             )
 
         script.during = look
@@ -222,7 +226,7 @@ def test_tolerance_looks_at_the_worst_rank(packs_tp2: FakePacks) -> None:
         miss = {**REPLAY, "tolerance": 2}
         service = open_tiers(packs_tp2, slots=12, rank=consensus.rank, consensus=consensus, miss=miss)
         Script(service, [routed(0, 1, 2)]).run(eager=True)
-        outcomes = []
+        outcomes: list[str] = []
         # rank 0 already has 3 and 4: it misses 1 pair, rank 1 misses 3; then 1 and 2; then both 0
         if consensus.rank == 0:
             service._fetcher.fetch({3: 1.0, 4: 1.0}, blocked=(), epoch=service.cache.open_epoch())

@@ -122,8 +122,8 @@ class FakePacks:
 
         return moe
 
-    def reference(self, model: FakeModel, x: torch.Tensor) -> torch.Tensor:
-        """The hidden states of the all-resident model, ranks added in order."""
+    def whole(self) -> Moe:
+        """The layer of all ranks, added in order."""
 
         def moe(layer: int, h: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             total = self.resident(0)(layer, h, weights, ids)
@@ -131,7 +131,11 @@ class FakePacks:
                 total += self.resident(rank)(layer, h, weights, ids)
             return total
 
-        return model.forward(x, moe)
+        return moe
+
+    def reference(self, model: FakeModel, x: torch.Tensor) -> torch.Tensor:
+        """The hidden states of the all-resident model."""
+        return model.forward(x, self.whole())
 
 
 def make_packs(folder: Path, tp_size: int = 1, codec: str = "bf16") -> FakePacks:

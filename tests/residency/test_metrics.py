@@ -1,0 +1,191 @@
+"""Numbers that another process reads from a buffer without asking."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ziggurat.residency.metric_specs import METRICS, markdown_table
+from ziggurat.residency.metrics import BUFFER_BYTES, Sample, TierMetrics, read_samples
+from ziggurat.residency.runtime_errors import MetricsBufferError
+
+
+def find(samples: list[Sample], name: str, **labels: str) -> Sample:
+    (sample,) = [s for s in samples if s.spec.name == name and dict(s.labels) == labels]
+    return sample
+
+
+def test_names_follow_prometheus_conventions() -> None:
+    names = [spec.name for spec in METRICS]
+    assert len(set(names)) == len(names)
+    for spec in METRICS:
+        assert re.fullmatch(r"ziggurat_[a-z][a-z_]*[a-z]", spec.name)
+        assert spec.name.endswith("_total") == (spec.kind == "counter")
+        assert spec.help
+        assert (spec.kind == "histogram") == bool(spec.bounds)
+        assert list(spec.bounds) == sorted(set(spec.bounds))
+        if spec.kind != "counter" and spec.kind != "histogram":
+            assert spec.name.endswith(("_rows", "_bytes", "_ratio", "_seconds"))
+
+
+def test_what_is_written_is_read() -> None:
+    metrics = TierMetrics()
+    with metrics.writing():
+        metrics.add("ziggurat_steps_total", 3, "replayed")
+        metrics.add("ziggurat_fetched_bytes_total", 2**40 + 1, "pack", "pool")
+        metrics.set("ziggurat_coverage_ratio", 0.25)
+        metrics.observe("ziggurat_fetch_seconds", [1e-6, 2e-6, 99.0], "arena")
+    samples = metrics.samples()
+    assert find(samples, "ziggurat_steps_total", outcome="replayed").value == 3
+    assert find(samples, "ziggurat_steps_total", outcome="clean").value == 0
+    assert find(samples, "ziggurat_fetched_bytes_total", source="pack", target="pool").value == 2**40 + 1
+    assert find(samples, "ziggurat_coverage_ratio").value == 0.25
+    histogram = find(samples, "ziggurat_fetch_seconds", source="arena")
+    assert histogram.value == pytest.approx(99.000003)
+    assert histogram.buckets[0] == (1e-6, 1), "a bound belongs to its bucket"
+    assert histogram.buckets[1][1] == 2
+    assert histogram.buckets[-2][1] == 2
+    assert histogram.buckets[-1] == (float("inf"), 3)
+    assert find(samples, "ziggurat_fetch_seconds", source="pack").buckets[-1][1] == 0
+
+
+def test_every_series_has_cells_of_its_own() -> None:
+    metrics = TierMetrics()
+    expected = {}
+    for number, sample in enumerate(metrics.samples(), start=1):
+        labels = [value for _, value in sample.labels]
+        if sample.spec.kind == "counter":
+            metrics.add(sample.spec.name, number, *labels)
+        elif sample.spec.kind == "gauge":
+            metrics.set(sample.spec.name, number, *labels)
+        else:
+            metrics.observe(sample.spec.name, [float(number)], *labels)
+        expected[sample.spec.name, sample.labels] = number
+    assert {(s.spec.name, s.labels): s.value for s in metrics.samples()} == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(values=st.lists(st.floats(0, 100, allow_subnormal=False), max_size=30))
+def test_histogram_buckets_count_like_prometheus(values: list[float]) -> None:
+    metrics = TierMetrics()
+    metrics.observe("ziggurat_fetch_seconds", values, "pack")
+    sample = find(metrics.samples(), "ziggurat_fetch_seconds", source="pack")
+    for bound, count in sample.buckets:
+        assert count == sum(value <= bound for value in values)
+    assert sample.value == pytest.approx(sum(values))
+
+
+def test_another_process_reads_a_mapped_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics"
+    with path.open("w+b") as file:
+        file.truncate(BUFFER_BYTES)
+        metrics = TierMetrics(memoryview(mmap.mmap(file.fileno(), BUFFER_BYTES)))
+    with metrics.writing():
+        metrics.add("ziggurat_routed_pairs_total", 12345)
+    program = (
+        "import sys; from ziggurat.residency.metrics import read_samples\n"
+        "samples = read_samples(open(sys.argv[1], 'rb').read())\n"
+        "print([int(s.value) for s in samples if s.spec.name == 'ziggurat_routed_pairs_total'])"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.strip() == "[12345]"
+
+
+def test_a_reader_never_sees_half_a_group() -> None:
+    """hits + misses = pairs in every copy taken while a writer is at work."""
+    metrics = TierMetrics()
+    done = threading.Event()
+
+    def write() -> None:
+        for i in range(3000):
+            with metrics.writing():
+                metrics.add("ziggurat_routed_pairs_total", i)
+                metrics.add("ziggurat_hit_pairs_total", i // 3)
+                metrics.add("ziggurat_missed_pairs_total", i - i // 3)
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while not done.is_set():
+        samples = {s.spec.name: s.value for s in read_samples(metrics.buffer, attempts=10**9)}
+        pairs = samples["ziggurat_hit_pairs_total"] + samples["ziggurat_missed_pairs_total"]
+        assert pairs == samples["ziggurat_routed_pairs_total"]
+    writer.join()
+
+
+def test_a_writer_that_died_half_way_is_still_read() -> None:
+    metrics = TierMetrics()
+    metrics.add("ziggurat_passes_total", 5)
+    group = metrics.writing()
+    group.__enter__()
+    assert find(read_samples(metrics.buffer, attempts=3), "ziggurat_passes_total").value == 5
+
+
+@pytest.mark.parametrize("threads", [4])
+def test_threads_of_the_writer_do_not_lose_counts(threads: int) -> None:
+    metrics = TierMetrics()
+
+    def count() -> None:
+        for _ in range(2000):
+            with metrics.writing():
+                metrics.add("ziggurat_passes_total", 1)
+
+    workers = [threading.Thread(target=count) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert metrics.value("ziggurat_passes_total") == threads * 2000
+
+
+def test_a_foreign_buffer_is_refused() -> None:
+    for data in (b"", b"\0" * BUFFER_BYTES, b"ZIGMETR1"):
+        with pytest.raises(MetricsBufferError, match="not a metrics buffer"):
+            read_samples(data)
+    other = bytearray(TierMetrics().buffer)
+    other[8] += 1  # schema version
+    with pytest.raises(MetricsBufferError, match="schema 2/"):
+        read_samples(other)
+    with pytest.raises(MetricsBufferError, match="schema"):
+        read_samples(bytes(TierMetrics().buffer)[:-8])
+
+
+def test_a_buffer_that_cannot_hold_the_numbers_is_refused() -> None:
+    with pytest.raises(MetricsBufferError, match=str(BUFFER_BYTES)):
+        TierMetrics(bytearray(BUFFER_BYTES - 1))
+    with pytest.raises(MetricsBufferError, match="writable"):
+        TierMetrics(memoryview(bytes(BUFFER_BYTES)))
+
+
+def test_a_larger_and_dirty_buffer_is_cleared() -> None:
+    buffer = bytearray(b"\xff" * (BUFFER_BYTES + 64))
+    assert all(sample.value == 0 for sample in TierMetrics(buffer).samples())
+    assert buffer[BUFFER_BYTES:] == b"\xff" * 64
+
+
+def test_a_metric_used_as_another_kind_is_refused() -> None:
+    with pytest.raises(MetricsBufferError, match="is a counter, not a gauge"):
+        TierMetrics().set("ziggurat_passes_total", 1.0)
+
+
+def test_words_are_aligned_so_that_single_numbers_are_never_torn() -> None:
+    assert BUFFER_BYTES % 8 == 0
+    buffer = np.frombuffer(TierMetrics().buffer, dtype=np.uint64)
+    assert buffer.ctypes.data % 8 == 0
+
+
+def test_the_table_has_every_metric() -> None:
+    table = markdown_table()
+    assert all(f"`{spec.name}`" in table for spec in METRICS)
+    assert len(table.splitlines()) == len(METRICS) + 2
