@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,11 +34,16 @@ ATTEMPTS = 4
 
 TIERS = """\
 tiers:
-  disk:   {{path: packs}}                       # every expert, in one pack file
-  host:   {{size: 32 rows}}                     # a cache over the pack in host memory
-  device: {{size: {pool}, device: cpu}}           # what a layer can compute with
-codecs:   {{base: bf16}}                        # rows that hold the checkpoint's weights without loss
-heat:     {{path: null}}                        # each run starts cold
+  # Every expert, in one pack file.
+  disk:   {{path: packs}}
+  # A cache over the pack in host memory.
+  host:   {{size: 32 rows}}
+  # What a layer can compute with.
+  device: {{size: {pool}, device: cpu}}
+# Rows that hold this checkpoint's weights without loss.
+codecs:   {{base: bf16}}
+# Nothing is remembered from one run to the next.
+heat:     {{path: null}}
 """
 ENGINE = (
     "--enforce-eager",
@@ -50,10 +55,14 @@ ENGINE = (
     "8",
 )
 CONCURRENT = (
-    Prompt("a", 'import json\n\n\ndef read_config(path):\n    """Read the configuration', 48),
-    Prompt("b", "class Cache:\n    def __init__(self, size):\n        self.size = size\n", 48),
-    Prompt("c", "def test_add():\n    assert add(1, 2) == 3\n\n\ndef test_", 48),
-    Prompt("d", "import os\nimport sys\n\ndef main(argv):\n    parser = argparse.ArgumentParser(", 48),
+    Prompt(
+        "a",
+        "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+        48,
+    ),
+    Prompt("b", "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(", 48),
+    Prompt("c", "import unittest\n\n\nclass TestParser(unittest.TestCase):\n    def setUp(self):\n", 48),
+    Prompt("d", "def load_data(filename):\n    with open(filename", 48),
 )
 # Longer than two prefill chunks of 256 tokens.
 LONG = Prompt(
@@ -155,7 +164,7 @@ def _write_tiers(work: Path, pool: str) -> Path:
 def _ziggurat() -> str:
     command = Path(sys.executable).with_name("ziggurat")
     if not command.exists():
-        raise DemoError(f"no ziggurat command beside {Path(sys.executable).name}; run `make venv` first")
+        raise DemoError("this Python has no ziggurat command beside it; start the demo with `make demo`")
     return str(command)
 
 
@@ -226,16 +235,28 @@ def _send_bursts(
     for name, prompts in BURSTS.items():
         for attempt in range(ATTEMPTS):
             ids = {prompt.tag: request_id(prompt.tag, attempt) for prompt in prompts}
-            console.print(f"\n{name}:", style="bold")
-            streams = Streams(console, prompts)
-            completions = complete_all(server.port, prompts, ids, streams.take)
-            streams.finish()
+            completions = _stream(console, server.port, name, prompts, ids, quiet=reference is not None)
             processed += sum(completion.processed_tokens for completion in completions)
             bursts[name] = Burst(completions, _steps_of(capture, set(ids.values())))
             if reference is None or compare(reference.bursts[name].steps, bursts[name].steps).same_batches:
                 break
             console.print("the scheduler put these requests into other batches; sending them again")
     return bursts, processed
+
+
+def _stream(
+    console: Console, port: int, name: str, prompts: Sequence[Prompt], ids: Mapping[str, str], *, quiet: bool
+) -> list[Completion]:
+    """Send prompts together; print their text as it comes, or only how much came."""
+    console.print(f"\n{name}:" if not quiet else f"{name}: ", style="bold", end="" if quiet else "\n")
+    if quiet:
+        completions = complete_all(port, prompts, ids, lambda tag, text: None)
+        console.print(f"{sum(len(completion.tokens) for completion in completions)} tokens")
+        return completions
+    streams = Streams(console, prompts)
+    completions = complete_all(port, prompts, ids, streams.take)
+    streams.finish()
+    return completions
 
 
 def _steps_of(capture: Path, ids: set[str]) -> list[Step]:

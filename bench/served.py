@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -12,6 +13,8 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+
+import psutil
 
 HOST = "127.0.0.1"
 _POLL_SECONDS = 0.25
@@ -77,13 +80,11 @@ class Server:
 
     def stop(self) -> None:
         """End the whole group: SIGTERM, some patience, SIGKILL. Idempotent."""
-        group = self._process.pid
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if not _signal_group(group, number):
-                break
             deadline = time.monotonic() + _PATIENCE_SECONDS
-            while time.monotonic() < deadline and _signal_group(group, 0):
-                self._process.poll()  # reap the leader, or its group would never be empty
+            if _members(self._process.pid):
+                _signal_group(self._process.pid, number)
+            while _members(self._process.pid) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS / 5)
         self._process.wait(_PATIENCE_SECONDS)
 
@@ -96,10 +97,18 @@ class Server:
         self.stop()
 
 
-def _signal_group(group: int, number: int) -> bool:
-    """Send a signal to a process group; False if nobody is left in it."""
-    try:
+def _members(group: int) -> list[int]:
+    """Processes of a group that still run. Dead ones that nobody has reaped do not count."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
-    except ProcessLookupError:
-        return False
-    return True
