@@ -71,10 +71,9 @@ class BuildFile:
 
     def write_row(self, layer: int, expert: int, row: memoryview) -> None:
         """Write a row's `stride` bytes. Safe from several threads, for different rows."""
-        offset, done = len(self._head) + self.header.row_offset(layer, expert), 0
+        offset = len(self._head) + self.header.row_offset(layer, expert)
         with writing(self.path, self._unwritten):
-            while done < len(row):
-                done += os.pwrite(self._fd, row[done:], offset + done)
+            _write_all(self._fd, row, offset)
 
     def commit(self, layer: int, digests: Mapping[int, int]) -> None:
         """Declare rows of a layer good: syncs everything written so far, then writes their checksums."""
@@ -84,9 +83,7 @@ class BuildFile:
         table = self._checksums[layer].astype("<u8").tobytes()
         with writing(self.path, self._unwritten):
             os.fdatasync(self._fd)
-            done = 0
-            while done < len(table):
-                done += os.pwrite(self._fd, table[done:], start + done)
+            _write_all(self._fd, memoryview(table), start)
 
     def finish(self) -> Path:
         """Make the complete pack visible under its final name."""
@@ -111,9 +108,15 @@ class BuildFile:
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             os.ftruncate(fd, self._length)
-            os.pwrite(fd, self._head, 0)
+            _write_all(fd, memoryview(self._head), 0)
         except BaseException:
             os.close(fd)
             self.path.unlink(missing_ok=True)
             raise
         return fd
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)

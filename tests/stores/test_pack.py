@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.progress import Recorder
 from support.verbatim import VerbatimEncoder, verbatim_row
 from ziggurat.stores.buffers import aligned_buffer
 from ziggurat.stores.builder import expected_header
@@ -370,22 +371,6 @@ def test_a_failed_open_closes_the_reader(pack_copy: Path) -> None:
         Pack.open(pack_copy, reader=reader)
     with pytest.raises(ValueError, match="closed"):
         list(reader.read([]))
-
-
-class Recorder:
-    """A progress sink that remembers its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def start(self, total_rows: int, total_bytes: int) -> None:
-        self.calls.append(("start", total_rows, total_bytes))
-
-    def advance(self, rows: int, nbytes: int) -> None:
-        self.calls.append(("advance", rows, nbytes))
-
-    def finish(self) -> None:
-        self.calls.append(("finish",))
 
 
 def test_verify_good_pack(small_pack_file: Path, wanted: PackHeader) -> None:

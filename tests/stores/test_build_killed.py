@@ -1,0 +1,170 @@
+"""Builds that are killed, and how much memory a build takes: in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from support.checkpoints import Layout, write_checkpoint
+from support.verbatim import VerbatimEncoder
+from ziggurat.stores.builder import build_pack
+from ziggurat.stores.checkpoint import Checkpoint
+
+TESTS = Path(__file__).parents[1]
+
+# Kills a build at its first, second, third … system call that changes a file, each time in a new folder, and then
+# finishes it in another process. Forked from one parent without threads, so that torch is imported once.
+KILL_EVERYWHERE = """
+import os, signal, sys, threading
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from support.verbatim import VerbatimEncoder
+from ziggurat.stores.builder import build_pack
+from ziggurat.stores.checkpoint import Checkpoint
+
+model, out = Path(sys.argv[2]), Path(sys.argv[3])
+
+def build(folder, kill_at):
+    lock, calls = threading.Lock(), 0
+    def counted(real):
+        def call(*args, **kwargs):
+            nonlocal calls
+            with lock:
+                calls += 1
+                if calls == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+        return call
+    for name in ("pwrite", "fdatasync", "fsync", "ftruncate", "rename", "unlink"):
+        setattr(os, name, counted(getattr(os, name)))
+    with Checkpoint.open(model) as checkpoint:
+        build_pack(checkpoint, VerbatimEncoder(checkpoint), folder, 2, threads=2)
+
+def run(folder, kill_at):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            build(folder, kill_at)
+            os._exit(0)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+kills = 0
+while True:
+    folder = out / f"{kills + 1:03d}"
+    code = run(folder, kills + 1)
+    if code == 0:
+        break
+    assert code == -signal.SIGKILL, code
+    kills += 1
+    code = run(folder, 0)
+    assert code == 0, (kills, code)
+print(kills)
+"""
+
+
+def test_killed_at_every_system_call(small_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, "-c", KILL_EVERYWHERE, str(TESTS), str(small_model), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kills = int(done.stdout)
+    # 2 ranks x (lock 2, create 2, rows 6, syncs and tables 2 x 2, finish 2 or more)
+    assert kills > 30
+    with Checkpoint.open(small_model) as checkpoint:
+        build_pack(checkpoint, VerbatimEncoder(checkpoint), tmp_path / "whole", 2)
+    expected = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
+    folders = sorted(out.iterdir())
+    assert len(folders) == kills + 1
+    for folder in folders:
+        # Killed between its last rename and its end, a build leaves its lock file; the lock itself is gone.
+        found = {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix != ".lock"}
+        assert found == expected, folder
+
+
+BUILD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from support.verbatim import VerbatimEncoder
+from ziggurat.stores.builder import build_pack
+from ziggurat.stores.checkpoint import Checkpoint
+with Checkpoint.open(Path(sys.argv[2])) as checkpoint:
+    def before(name):
+        print(name, flush=True)
+        sys.stdin.readline()
+    build_pack(checkpoint, VerbatimEncoder(checkpoint, before=before), Path(sys.argv[3]), threads=1)
+"""
+
+
+def test_killed_from_outside(small_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BUILD, str(TESTS), str(small_model), str(tmp_path / "cut")]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    for _ in range(4):
+        assert child.stdout.readline().startswith("model.layers.")
+        child.stdin.write("\n")
+        child.stdin.flush()
+    child.stdout.readline()
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    child.stdin.close()
+    child.stdout.close()
+    names = {file.suffix for file in (tmp_path / "cut").iterdir()}
+    assert names == {".building", ".lock"}
+    with Checkpoint.open(small_model) as checkpoint:
+        (cut,) = build_pack(checkpoint, VerbatimEncoder(checkpoint), tmp_path / "cut")
+        (whole,) = build_pack(checkpoint, VerbatimEncoder(checkpoint), tmp_path / "whole")
+    assert cut.read_bytes() == whole.read_bytes()
+    assert list((tmp_path / "cut").iterdir()) == [cut]
+
+
+MEASURE = """
+import json, re, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from support.verbatim import VerbatimEncoder
+from ziggurat.stores.builder import build_pack, peak_bytes
+from ziggurat.stores.checkpoint import Checkpoint
+
+def status(field):
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(field + r":\\s+(\\d+) kB", text)[1]) * 1024
+
+results = []
+for layout in sys.argv[4:]:
+    with Checkpoint.open(Path(sys.argv[2]) / layout) as checkpoint:
+        encoder = VerbatimEncoder(checkpoint)
+        checkpoint.expert(0, 0).w1.data.clone().sum()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        before = status("VmRSS")
+        build_pack(checkpoint, encoder, Path(sys.argv[3]) / layout, threads=2)
+        results.append({
+            "took": status("VmHWM") - before,
+            "bound": peak_bytes(checkpoint, encoder, threads=2),
+            "all": sum(checkpoint.layer_bytes(layer) for layer in range(checkpoint.layers)),
+        })
+print(json.dumps(results))
+"""
+
+
+def test_memory_stays_within_the_bound(tmp_path: Path) -> None:
+    sizes = {"layers": 10, "experts": 24, "top_k": 2, "hidden": 256, "intermediate": 160, "vocab": 64}
+    layouts: tuple[Layout, ...] = ("per-expert", "fused")
+    for layout in layouts:
+        write_checkpoint(tmp_path / layout, layout=layout, **sizes)
+    command = [sys.executable, "-c", MEASURE, str(TESTS), str(tmp_path), str(tmp_path / "packs"), *layouts]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    slack = 8 << 20  # thread stacks and the allocator's own
+    for found in json.loads(done.stdout):
+        assert found["bound"] + slack < found["all"] / 2, "the model is too small to tell"
+        assert found["took"] <= found["bound"] + slack, found
