@@ -22,6 +22,10 @@ from ziggurat.integration.vllm.settings import LOAD_FORMAT, to_additional_config
 from ziggurat.integration.vllm.tiered import close_all
 from ziggurat.residency.config import TiersConfig
 
+# Engines collect garbage several times at start and end; what the imports above made need not be walked each time.
+gc.collect()
+gc.freeze()
+
 SMALL_ENGINE: dict[str, Any] = {
     "enforce_eager": True,
     "max_model_len": 1024,

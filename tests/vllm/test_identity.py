@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,9 +48,7 @@ def strong_model(
 ) -> Path:
     """A tiny checkpoint whose experts weigh enough that a missing one changes the routing behind it."""
     folder = tmp_path_factory.mktemp(request.param)
-    write_checkpoint(folder, kind=request.param)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo_model / name, folder)
+    write_checkpoint(folder, kind=request.param, tokenizer=demo_model)
     return folder
 
 

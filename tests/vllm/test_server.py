@@ -23,8 +23,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("faults") / "rules.json"
-    return path
+    return tmp_path_factory.mktemp("faults") / "rules.json"
 
 
 @pytest.fixture(scope="module")
