@@ -16,9 +16,10 @@ at once: [K/32 / group][32 lanes][group] words with 4 tiles a group for 2-bit an
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ziggurat.kernels.formats import U8, U32
 
@@ -29,91 +30,75 @@ TILE_K: Final = 32
 SCALE_GROUP: Final = 4
 
 
-def grouped(
-    plane: U8, tiles: int, lanes: tuple[int, ...], k_tiles: int, group: int, inner: int
-) -> tuple[U8, U8]:
+#: What a lane reads at once; also a numpy type that moves 16 bytes as one.
+_READ: Final = np.dtype(np.complex128)
+
+
+def _grouped(plane: U8, tiles: int, lanes: tuple[int, ...], k_tiles: int, group: int) -> tuple[U8, U8]:
     """Views of a plane as its full groups and its last, smaller one.
 
     Args:
-        plane: one dimension, tiles * prod(lanes) * k_tiles * inner elements.
+        plane: one dimension, tiles * prod(lanes) * k_tiles elements.
         tiles: N / 16.
         lanes: shape of the lanes (or rows) within a group.
         k_tiles: K / 32.
         group: k-tiles in a full group.
-        inner: elements for each lane and k-tile.
 
     Returns:
-        [tiles, k_tiles // group, *lanes, group, inner] and [tiles, *lanes, k_tiles % group, inner].
+        [tiles, k_tiles // group, *lanes, group] and [tiles, *lanes, k_tiles % group].
     """
     full = k_tiles // group
-    width = int(np.prod(lanes)) * inner
+    width = int(np.prod(lanes))
     by_tile = plane.reshape(tiles, k_tiles * width)
-    head = by_tile[:, : full * group * width].reshape(tiles, full, *lanes, group, inner)
-    rest = by_tile[:, full * group * width :].reshape(tiles, *lanes, k_tiles - full * group, inner)
+    head = by_tile[:, : full * group * width].reshape(tiles, full, *lanes, group)
+    rest = by_tile[:, full * group * width :].reshape(tiles, *lanes, k_tiles - full * group)
     return head, rest
 
 
-def write_words(plane: U8, words: tuple[U32, ...]) -> None:
+def _move(plane: U8, values: U8, group: int, read: np.dtype[Any], to_plane: bool) -> None:
+    """Copy between a plane and values [tiles, *lanes, K/32], whose last axis is contiguous.
+
+    Full groups move as one element of type ``read``.
+    """
+    tiles, *lanes, k_tiles = values.shape
+    head, rest = _grouped(plane, tiles, tuple(lanes), k_tiles, group)
+    full = k_tiles // group * group
+    last = values.ndim - 1
+    if full:
+        by_group = head.view(read)[..., 0]
+        by_lane = values[..., :full].view(read).transpose(0, last, *range(1, last))
+        np.copyto(*((by_group, by_lane) if to_plane else (by_lane, by_group)))
+    if full < k_tiles:
+        tail = values[..., full:]
+        np.copyto(*((rest, tail) if to_plane else (tail, rest)))
+
+
+def write_words(plane: U8, words: U32) -> None:
     """Put lane words into a code plane.
 
     Args:
-        plane: uint8 [N/16 * K/32 * 128 * len(words)].
-        words: one (2-bit) or two (e2m1) arrays [N/16, 8 g, 4 t, K/32]; any strides.
+        plane: uint8 [N/16 * K/32 * 32 * bytes of a word].
+        words: [N/16, 8 g, 4 t, K/32], contiguous along the last axis: uint32 for 2-bit codes; for e2m1 uint64,
+            whose lower half is word 0.
     """
-    tiles, _, _, k_tiles = words[0].shape
-    group = 4 // len(words)
-    head, rest = grouped(plane.view(np.uint32), tiles, (8, 4), k_tiles, group, len(words))
-    full = k_tiles // group * group
-    for i, word in enumerate(words):
-        if full:
-            head[..., i] = (
-                word[..., :full].reshape(tiles, 8, 4, full // group, group).transpose(0, 3, 1, 2, 4)
-            )
-        if full < k_tiles:
-            rest[..., i] = word[..., full:]
+    _move(plane.view(words.dtype), words, 16 // words.itemsize, _READ, to_plane=True)
 
 
-def read_words(plane: U8, tiles: int, k_tiles: int, count: int) -> tuple[U32, ...]:
-    """The inverse of write_words: ``count`` arrays uint32 [N/16, 8, 4, K/32]."""
-    group = 4 // count
-    head, rest = grouped(plane.view(np.uint32), tiles, (8, 4), k_tiles, group, count)
-    full = k_tiles // group * group
-    words = []
-    for i in range(count):
-        word = np.empty((tiles, 8, 4, k_tiles), np.uint32)
-        if full:
-            word[..., :full].reshape(tiles, 8, 4, full // group, group)[...] = head[..., i].transpose(
-                0, 2, 3, 1, 4
-            )
-        if full < k_tiles:
-            word[..., full:] = rest[..., i]
-        words.append(word)
-    return tuple(words)
+def read_words(plane: U8, tiles: int, k_tiles: int, dtype: npt.DTypeLike) -> U32:
+    """The inverse of write_words: [tiles, 8, 4, k_tiles]."""
+    words = np.empty((tiles, 8, 4, k_tiles), dtype)
+    _move(plane.view(dtype), words, 16 // words.itemsize, _READ, to_plane=False)
+    return words
 
 
 def write_scales(plane: U8, scales: U8) -> None:
-    """Put scale bytes [N, K/32] into a scale plane uint8 [N * K/32]."""
-    rows, k_tiles = scales.shape
-    tiles = rows // TILE_ROWS
-    head, rest = grouped(plane, tiles, (TILE_ROWS,), k_tiles, SCALE_GROUP, 1)
-    full = k_tiles // SCALE_GROUP * SCALE_GROUP
-    by_tile = scales.reshape(tiles, TILE_ROWS, k_tiles)
-    if full:
-        split = by_tile[..., :full].reshape(tiles, TILE_ROWS, full // SCALE_GROUP, SCALE_GROUP)
-        head[..., 0] = split.transpose(0, 2, 1, 3)
-    if full < k_tiles:
-        rest[..., 0] = by_tile[..., full:]
+    """Put scale bytes [N, K/32], contiguous along K, into a scale plane uint8 [N * K/32]."""
+    by_tile = scales.reshape(-1, TILE_ROWS, scales.shape[1])
+    _move(plane, by_tile, SCALE_GROUP, np.dtype(np.uint32), to_plane=True)
 
 
 def read_scales(plane: U8, rows: int, k_tiles: int) -> U8:
     """The inverse of write_scales: uint8 [N, K/32]."""
-    tiles = rows // TILE_ROWS
-    head, rest = grouped(plane, tiles, (TILE_ROWS,), k_tiles, SCALE_GROUP, 1)
-    full = k_tiles // SCALE_GROUP * SCALE_GROUP
-    scales = np.empty((tiles, TILE_ROWS, k_tiles), np.uint8)
-    if full:
-        split = scales[..., :full].reshape(tiles, TILE_ROWS, full // SCALE_GROUP, SCALE_GROUP)
-        split[...] = head[..., 0].transpose(0, 2, 1, 3)
-    if full < k_tiles:
-        scales[..., full:] = rest[..., 0]
+    scales = np.empty((rows // TILE_ROWS, TILE_ROWS, k_tiles), np.uint8)
+    _move(plane, scales, SCALE_GROUP, np.dtype(np.uint32), to_plane=False)
     return scales.reshape(rows, k_tiles)

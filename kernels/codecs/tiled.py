@@ -61,10 +61,8 @@ class _Target:
         tiles = slice(self.tile_start, self.tile_stop)
         width = (self.tile_stop - self.tile_start) * TILE_K
         begin, end = first - self.row_start, last - self.row_start
-        code_width = width * len(part.words) // 4
-        write_words(
-            self.codes[begin * code_width : end * code_width], tuple(word[..., tiles] for word in part.words)
-        )
+        code_width = width * part.words.itemsize // 16
+        write_words(self.codes[begin * code_width : end * code_width], part.words[..., tiles])
         write_scales(self.scales[begin * width // TILE_K : end * width // TILE_K], part.scales[:, tiles])
 
 
@@ -170,7 +168,8 @@ class TiledCodec(ABC):
         )
 
     def _decode_matrix(self, codes: U8, scales: U8, rows: int, cols: int) -> torch.Tensor:
-        words = read_words(codes, rows // TILE_ROWS, cols // TILE_K, self.grid.words)
+        word = np.uint32 if self.grid.words == 1 else np.uint64
+        words = read_words(codes, rows // TILE_ROWS, cols // TILE_K, word)
         levels = self.grid.values.astype(np.float32)[codes_from_words(words, self.grid)]
         factors = E8M0_VALUES[read_scales(scales, rows, cols // TILE_K)].astype(np.float32)
         out = torch.empty(rows, cols)

@@ -25,13 +25,13 @@ class Quantized:
     """Quantized rows of a matrix.
 
     Attributes:
-        words: lane words, one or two arrays uint32 [rows/16, 8, 4, K/32].
+        words: lane words [rows/16, 8, 4, K/32], uint32 for 2-bit and uint64 for e2m1 codes.
         scales: uint8 [rows, K/32].
         positive_zeros, negative_zeros: how many of the source's weights are exactly zero, by sign bit; left at 0
             where zeros need no care.
     """
 
-    words: tuple[U32, ...]
+    words: U32
     scales: U8
     positive_zeros: int = 0
     negative_zeros: int = 0
@@ -50,55 +50,73 @@ def block_major(values: U8, run_type: npt.DTypeLike) -> U8:
     return out.view(values.dtype)
 
 
-def lane_bytes(codes: U8, rows: int, grid: Grid) -> tuple[U8, ...]:
-    """Combine block-major codes into the bytes of lane words.
+def _combine(codes: U8, rows: int, grid: Grid) -> tuple[U8, ...]:
+    """The bytes of lane words, for each word uint8 [4 t, rows/16, 8 g * X], of block-major codes [8, rows * X].
 
-    Args:
-        codes: uint8 [8, rows * X], one code each, X any number of bytes for each row.
-        rows: a multiple of 16.
-
-    Returns:
-        for each word uint8 [4 t, rows/16, 8 g, X].
+    Works on eight codes at once: none reaches into the next byte.
     """
-    parts = codes.reshape(2, 4, rows // TILE_ROWS, 2, 8, -1)
+    parts = codes.view(np.uint64).reshape(2, 4, rows // TILE_ROWS, 2, -1)
     low, high = parts[0, :, :, 0], parts[0, :, :, 1]
     low_16, high_16 = parts[1, :, :, 0], parts[1, :, :, 1]  # k + 16
     if grid.words == 2:
-        return tuple(first | (second << 4) for first, second in ((low, high), (low_16, high_16)))
+        words = []
+        for first, second in ((low, high), (low_16, high_16)):
+            out = second << 4
+            out |= first
+            words.append(out.view(np.uint8))
+        return tuple(words)
     out = high << 2
-    out |= low
-    out <<= 2
-    out |= low_16
-    out <<= 2
-    out |= high_16
-    return (out,)
+    for part in (low, low_16, high_16):
+        out |= part
+        if part is not high_16:
+            out <<= 2
+    return (out.view(np.uint8),)
 
 
-def lane_words(codes: U8, rows: int, grid: Grid) -> tuple[U32, ...]:
-    """Lane words [rows/16, 8, 4, K/32] of block-major codes [8, rows * K/32 * 4]."""
-    return tuple(b.view(np.uint32).transpose(1, 2, 0, 3) for b in lane_bytes(codes, rows, grid))
+def lane_words(codes: U8, rows: int, grid: Grid) -> U32:
+    """Lane words of block-major codes.
+
+    Args:
+        codes: uint8 [8, rows * K/32 * 4], one code each.
+        rows: a multiple of 16.
+
+    Returns:
+        [rows/16, 8, 4, K/32], uint32 or, where a lane has two words, uint64; contiguous along the last axis.
+    """
+    words = [b.view(np.uint32).reshape(4, rows // TILE_ROWS, 8, -1) for b in _combine(codes, rows, grid)]
+    return _by_tile(words)
 
 
-def lane_words_from_pairs(even: U8, odd: U8, rows: int, grid: Grid) -> tuple[U32, ...]:
+def lane_words_from_pairs(even: U8, odd: U8, rows: int, grid: Grid) -> U32:
     """Lane words of codes kept apart by the parity of k: each block-major [8, rows * K/32 * 2]."""
     words = []
-    for first, second in zip(lane_bytes(even, rows, grid), lane_bytes(odd, rows, grid), strict=True):
-        both = np.empty((*first.shape, 2), np.uint8)
-        both[..., 0], both[..., 1] = first, second
-        words.append(both.reshape(*first.shape[:3], -1).view(np.uint32).transpose(1, 2, 0, 3))
-    return tuple(words)
+    for first, second in zip(_combine(even, rows, grid), _combine(odd, rows, grid), strict=True):
+        both = second.astype(np.uint16)
+        both <<= 8
+        both |= first
+        words.append(both.view(np.uint32).reshape(4, rows // TILE_ROWS, 8, -1))
+    return _by_tile(words)
 
 
-def codes_from_words(words: tuple[U32, ...], grid: Grid) -> U8:
+def _by_tile(words: list[U32]) -> U32:
+    if len(words) == 1:
+        return words[0].transpose(1, 2, 0, 3)
+    both = np.empty((*words[0].shape, 2), np.uint32)
+    both[..., 0], both[..., 1] = words
+    return both.view(np.uint64)[..., 0].transpose(1, 2, 0, 3)
+
+
+def codes_from_words(words: U32, grid: Grid) -> U8:
     """The inverse: codes uint8 [N, K] from lane words [N/16, 8, 4, K/32]."""
-    tiles, _, _, k_tiles = words[0].shape
+    tiles, _, _, k_tiles = words.shape
     codes = np.empty((tiles, 2, 8, k_tiles, 2, 4, 4), np.uint8)
     by_row = codes.transpose(0, 1, 2, 4, 5, 3, 6)  # tile, half, g, h, t, k_tile, j
-    for i, word in enumerate(words):
-        lanes = np.ascontiguousarray(word).view(np.uint8).reshape(tiles, 8, 4, k_tiles, 4)
+    lanes = np.ascontiguousarray(words).view(np.uint8).reshape(tiles, 8, 4, k_tiles, grid.words, 4)
+    for i in range(grid.words):
+        word = lanes[..., i, :]
         if grid.words == 2:
-            by_row[:, 0, :, i], by_row[:, 1, :, i] = lanes & 15, lanes >> 4
+            by_row[:, 0, :, i], by_row[:, 1, :, i] = word & 15, word >> 4
         else:
-            by_row[:, 0, :, 0], by_row[:, 1, :, 0] = (lanes >> 4) & 3, lanes >> 6
-            by_row[:, 0, :, 1], by_row[:, 1, :, 1] = (lanes >> 2) & 3, lanes & 3
+            by_row[:, 0, :, 0], by_row[:, 1, :, 0] = (word >> 4) & 3, word >> 6
+            by_row[:, 0, :, 1], by_row[:, 1, :, 1] = (word >> 2) & 3, word & 3
     return codes.reshape(tiles * TILE_ROWS, k_tiles * TILE_K)

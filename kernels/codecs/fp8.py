@@ -1,0 +1,162 @@
+"""Fast quantizer of fp8_block sources: everything a block needs follows from its scale and its largest byte.
+
+Magnitudes of e4m3 order like their bytes, so for a given scale s the block's largest byte decides the exponent, and
+|byte| * s / 2^e > midpoint becomes byte > threshold. Exponents and thresholds are tabulated, by the float64 rules, for
+each scale of a row of blocks; a weight then costs comparisons of bytes.
+
+This needs the 32 weights of a block to share one positive scale, within limits in which the rule's 1e-30 is lost in
+rounding and no exponent needs a limit. Other tensors take the float64 path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ziggurat.kernels.codecs.blocks import alternate_signs, block_max, for_each_weight, signs_in_place
+from ziggurat.kernels.codecs.exact import pieces
+from ziggurat.kernels.codecs.grid import Grid
+from ziggurat.kernels.codecs.layout import TILE_K
+from ziggurat.kernels.codecs.quantize import rule_exponents
+from ziggurat.kernels.codecs.tiles import Quantized, block_major, lane_words
+from ziggurat.kernels.formats import E4M3_VALUES, F64, U8
+from ziggurat.kernels.sources import SourceArrays
+
+_WEIGHTS: Final = 1 << 18
+_MAGNITUDES: Final = 127  # e4m3 bytes without sign and NaN
+_LEAST_SCALE: Final = 2.0**-31
+_LARGEST_SCALE: Final = 2.0**100
+
+
+def is_fast_fp8(source: SourceArrays) -> bool:
+    """Whether fp8_chunks is right for this fp8_block source."""
+    one_scale_a_block = source.block[1] % TILE_K == 0 or source.block[1] >= source.cols
+    smallest, largest = source.scales.min(), source.scales.max()
+    return bool(one_scale_a_block and smallest >= _LEAST_SCALE and largest <= _LARGEST_SCALE)
+
+
+def fp8_chunks(
+    source: SourceArrays, start: int, stop: int, alternate_zeros: bool, grid: Grid
+) -> Iterator[tuple[int, int, Quantized]]:
+    """Quantize rows start..stop of an fp8_block source for which is_fast_fp8 holds, in pieces that fit a cache."""
+    bn, bk = source.block
+    first_band = start // bn
+    tables = _Tables.of(source.scales[first_band : (stop - 1) // bn + 1], grid)
+    columns = np.arange(source.cols // TILE_K) * TILE_K // bk
+    for first, last in pieces(source, start, stop, _WEIGHTS):
+        bands = np.arange(first, last) // bn - first_band
+        scale_index = (bands[:, None] * source.scales.shape[1] + columns).ravel()
+        yield first, last, _quantize(source, first, last, tables, scale_index, alternate_zeros, grid)
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """For each of S scales and each largest byte: what a block with them needs.
+
+    Attributes:
+        entries: uint8 [S * 256, 2 or 8]: thresholds of the grid's midpoints, and last the scale byte. Indexed by
+            scale * 256 + largest byte, + 128 for a block that is kept exactly.
+        powers: bool [S * 128]: the largest weight is a power of two, so that the block could be exact.
+        exact: bool [128 * 128]: by largest byte * 128 + byte, whether a block may hold that byte and be exact.
+    """
+
+    entries: U8
+    powers: npt.NDArray[np.bool_]
+    exact: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, scales: F64, grid: Grid) -> _Tables:
+        scales = scales.ravel()
+        largest = E4M3_VALUES[:_MAGNITUDES] * scales[:, None]
+        exponents = rule_exponents(largest)
+        # A block of zeros gets the thresholds of a middling one: no zero is above any.
+        exponents[:, 0] = exponents[:, 1]
+        low = exponents[:, 1].min()
+        # Thresholds depend on scale and exponent only, and there are few exponents.
+        steps = np.arange(exponents.max() - low + 2)
+        midpoints = np.array(grid.midpoints)
+        limits = np.ldexp(midpoints / scales[:, None, None], (low + steps)[:, None])
+        thresholds = _largest_byte_up_to(limits)
+        entries = np.zeros((scales.size, 2, 128, len(midpoints) + 1), np.uint8)
+        rows = np.arange(scales.size)[:, None]
+        for exact in (0, 1):  # an exact block's exponent is one above the rule's
+            entries[:, exact, :_MAGNITUDES, :-1] = thresholds[rows, exponents - low + exact]
+            entries[:, exact, :_MAGNITUDES, -1] = exponents + exact + 127
+            entries[:, exact, 0, -1] = 0
+        powers = np.zeros((scales.size, 128), np.bool_)
+        powers[:, 1:_MAGNITUDES] = np.frexp(largest[:, 1:])[0] == 0.5
+        return cls(entries.reshape(-1, len(midpoints) + 1), powers.ravel(), _exact_bytes(grid))
+
+
+def _largest_byte_up_to(limits: F64) -> U8:
+    """The largest e4m3 magnitude byte whose value is at most each limit."""
+    mantissa, exponent = np.frexp(limits)
+    normal = ((exponent + 6) << 3) + np.floor((2 * mantissa - 1) * 8).astype(np.int64)
+    subnormal = np.floor(np.minimum(limits, 1.0) * 512).astype(np.int64)
+    chosen = np.where(exponent > -6, normal, subnormal)
+    limited: U8 = np.minimum(chosen, _MAGNITUDES - 1).astype(np.uint8)
+    return limited
+
+
+def _exact_bytes(grid: Grid) -> npt.NDArray[np.bool_]:
+    """Pairs (largest, other) whose ratio the grid holds when it holds the largest at its top power of two."""
+    values = E4M3_VALUES[:128]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = 4 * values[None, :] / values[:, None]
+    allowed: npt.NDArray[np.bool_] = np.isin(ratios, np.abs(grid.values)).ravel()
+    return allowed
+
+
+def _quantize(
+    source: SourceArrays,
+    first: int,
+    last: int,
+    tables: _Tables,
+    scale_index: npt.NDArray[Any],
+    alternate_zeros: bool,
+    grid: Grid,
+) -> Quantized:
+    bits = block_major(source.bits[first:last], np.uint32)
+    magnitudes = bits & 0x7F
+    amax = block_max(magnitudes)
+    if amax.max() == 0x7F:
+        source.refuse_elements(first, (source.bits[first:last] & 0x7F) == 0x7F)
+    index = (scale_index << 8) + amax
+    if tables.powers.any():
+        _keep_exact_blocks(index, magnitudes, amax, scale_index, tables)
+    entries = tables.entries.view(np.uint16 if tables.entries.shape[1] == 2 else np.uint64)[:, 0]
+    entry = entries[index].view(np.uint8).reshape(index.size, -1)
+    codes = signs_in_place(bits.view(np.int8) < 0, grid)
+    above = np.empty(codes.shape, np.bool_)
+    for i in range(len(grid.midpoints)):
+        codes += np.greater(magnitudes, for_each_weight(entry[:, i]), out=above).view(np.uint8)
+    zeros = negative_zeros = 0
+    if not grid.has_zero:
+        zero = np.equal(magnitudes, 0, out=above)
+        zeros, negative_zeros = int(np.count_nonzero(zero)), int(np.count_nonzero(bits == 0x80))
+        if alternate_zeros:
+            alternate_signs(codes, zero, grid)
+    rows = last - first
+    return Quantized(
+        lane_words(codes, rows, grid),
+        np.ascontiguousarray(entry[:, -1]).reshape(rows, -1),
+        zeros - negative_zeros,
+        negative_zeros,
+    )
+
+
+def _keep_exact_blocks(
+    index: npt.NDArray[Any], magnitudes: U8, amax: U8, scale_index: npt.NDArray[Any], tables: _Tables
+) -> None:
+    """Point blocks that the grid holds exactly to the entries for them."""
+    (where,) = np.nonzero(tables.powers[(scale_index << 7) + amax])
+    by_block = magnitudes.reshape(8, -1, 4)
+    # Of unrelated weights the first four tell almost always; then the rest of the block is not looked at.
+    for runs in (by_block[:1], by_block[1:]):
+        pair = (amax[where].astype(np.int32) << 7)[:, None] + runs[:, where]
+        where = where[tables.exact[pair].all(axis=(0, 2))]
+    index[where] += 128
