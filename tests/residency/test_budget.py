@@ -241,6 +241,22 @@ def test_auto_takes_a_quarter_of_the_experts_where_all_are_too_many() -> None:
     assert "no arena: host memory has room for" in tiny.notes[0]
 
 
+def test_ranks_on_one_machine_share_its_memory() -> None:
+    facts = ModelFacts(layers=10, experts=100, top_k=4, hidden=256, intermediate=128)
+    for tp in (1, 2, 4):
+        result = plan(
+            config(device="auto", host="auto"),
+            facts,
+            4 << 20,
+            machine=machine(memory_available=4 << 30),
+            tp_size=tp,
+        )
+        assert result.ok
+        assert len({one.pool_rows for one in result.ranks}) == 1
+        room = ((4 << 30) - memory_reserve(4 << 30)) // tp
+        assert result.ranks[0].pool_rows == min(250, room // 2 // (4 << 20))
+
+
 def test_unequal_pools_of_two_ranks_and_a_list_of_another_length() -> None:
     result = plan(config(device=["40 rows", "0 rows"]), FACTS, ROW, machine=ROOMY, tp_size=2)
     assert [one.pool_rows for one in result.ranks] == [40, 0]

@@ -286,6 +286,13 @@ def test_a_billion_laughs_are_bounded() -> None:
     assert f"holds more than {MAX_VALUES} values once its aliases are expanded" in message
 
 
+def test_aliases_count_as_what_they_stand_for() -> None:
+    hundred = f"a: &a [{', '.join('1' * 100)}]\n"
+    parse_yaml(hundred + f"b: [{', '.join(['*a'] * 97)}]", name="x")
+    with pytest.raises(ConfigError, match=f"x:1:.*: holds more than {MAX_VALUES} values once its aliases"):
+        parse_yaml(hundred + f"b: [{', '.join(['*a'] * 100)}]", name="x")
+
+
 def test_deep_nesting_through_aliases_is_bounded() -> None:
     lines = ["a0: &a0 [lol]", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 100))]
     assert "deep once its aliases are expanded" in refusal("\n".join(lines))
