@@ -6,7 +6,6 @@ Importing this module imports vLLM; the environment must be set before.
 from __future__ import annotations
 
 import gc
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ CODECS = ("bf16", "fp4", "w2")
 
 
 def measure(model: Path, tokens: int, repeats: int, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Generated tokens a second, prefill of the short prompts included; the median of ``repeats``.
+    """Generated tokens a second, prefill of the short prompts included; the fastest of ``repeats`` counts.
 
     model: an FP8 demo model; a bfloat16 copy of it is what everything here serves.
     """
@@ -46,8 +45,10 @@ def measure(model: Path, tokens: int, repeats: int, tell: Callable[[str], None])
 
         def add(what: str, **settings: Any) -> None:
             with _engine(bf16, **settings) as llm:
-                speeds = {str(n): round(_speed(llm, n, tokens, repeats), 2) for n in STREAMS}
-            runs.append({"what": what, "tokens_per_s": speeds})
+                found = {str(n): _speed(llm, n, tokens, repeats) for n in STREAMS}
+            speeds = {n: round(speed, 2) for n, (speed, _) in found.items()}
+            cpu = {n: round(seconds * 1e3, 3) for n, (_, seconds) in found.items()}
+            runs.append({"what": what, "tokens_per_s": speeds, "cpu_ms_per_token": cpu})
             tell(
                 f"decode, {what}: " + ", ".join(f"{speed:.1f} tok/s with {n}" for n, speed in speeds.items())
             )
@@ -126,14 +127,16 @@ def _repair_stock() -> None:
         cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
 
 
-def _speed(llm: Any, streams: int, tokens: int, repeats: int) -> float:
+def _speed(llm: Any, streams: int, tokens: int, repeats: int) -> tuple[float, float]:
+    """Tokens a second of the fastest run, and the fewest processor seconds a token."""
     parameters = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     prompts = list(PROMPTS[:streams])
     llm.generate(prompts, parameters, use_tqdm=False)
-    speeds = []
+    runs = []
     for _ in range(repeats):
-        started = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         outputs = llm.generate(prompts, parameters, use_tqdm=False)
-        seconds = time.perf_counter() - started
-        speeds.append(sum(len(output.outputs[0].token_ids) for output in outputs) / seconds)
-    return statistics.median(speeds)
+        spent = time.perf_counter() - wall, time.process_time() - cpu
+        made = sum(len(output.outputs[0].token_ids) for output in outputs)
+        runs.append((made / spent[0], spent[1] / made))
+    return max(speed for speed, _ in runs), min(cpu for _, cpu in runs)

@@ -60,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     from ziggurat.integration.determinism.environment import OFFLINE
 
     os.environ.update(OFFLINE)  # vLLM and OpenMP read it at import
+    origin = provenance(["bench/heldout_loss.py", *arguments])
     records: dict[str, dict[str, Any]] = {}
     failed = False
     for model in options.models:
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
             "windows": options.windows,
             "predicted_tokens": options.windows * (WINDOW - 1),
             "codecs": values,
-            **provenance(["bench/heldout_loss.py", *arguments]),
+            **origin,
         }
     if options.windows == ALL_WINDOWS:
         runs = {**read_json(RESULT).get("runs", {}), **records}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from bench.synthetic import write_experts
 from ziggurat.integration.packing import encoder_for, ensure_packs
+from ziggurat.kernels.codecs.workers import available_cores
 from ziggurat.residency.config import TiersConfig
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.stored import StoredWeight
@@ -23,8 +26,9 @@ CODECS = ("bf16", "fp4", "w2")
 def measure(layers: int, experts: int, repeats: int, folder: Path | None, tell: Callable[[str], None]) -> Any:
     """One record per source format and codec; MB are 10^6 source bytes, the fastest of ``repeats`` counts.
 
-    encode: experts from the page cache into rows in memory. pack: the whole command, checksums, file and fsync too.
-    copy: the same source bytes from the page cache's mapping into memory that is already there, by one thread.
+    encode: experts from the page cache into rows in memory. pack: the whole job, checksums, file and fsync too.
+    copy: the same source bytes from the page cache's mapping into memory that is already there. All use every core.
+    cpu_s: processor seconds of the fastest pack, over all threads.
     """
     runs = []
     for source in SOURCES:
@@ -48,23 +52,36 @@ def _measure(model: Path, source: str, codec: str, nbytes: int, repeats: int, wo
         copy = _best(repeats, lambda: _copy(checkpoint))
         encode = _best(repeats, lambda: _encode(checkpoint, codec))
         pack = _best(repeats, lambda: _pack(checkpoint, codec, work))
-    speeds = {
-        name: nbytes / seconds / 1e6 for name, seconds in (("copy", copy), ("encode", encode), ("pack", pack))
-    }
+    mb = nbytes / 1e6
     return {
         "source": source,
         "codec": codec,
-        "source_mb": round(nbytes / 1e6, 1),
-        "mb_per_s": round(speeds["pack"], 1),
-        "encode_mb_per_s": round(speeds["encode"], 1),
-        "copy_mb_per_s": round(speeds["copy"], 1),
-        "share_of_copy": round(speeds["pack"] / speeds["copy"], 3),
-        "encode_share_of_copy": round(speeds["encode"] / speeds["copy"], 3),
+        "source_mb": round(mb, 1),
+        "mb_per_s": round(mb / pack.wall, 1),
+        "encode_mb_per_s": round(mb / encode.wall, 1),
+        "copy_mb_per_s": round(mb / copy.wall, 1),
+        "share_of_copy": round(copy.wall / pack.wall, 3),
+        "encode_share_of_copy": round(copy.wall / encode.wall, 3),
+        "cpu_s": round(pack.cpu, 2),
     }
 
 
-def _best(repeats: int, job: Callable[[], float]) -> float:
+@dataclass(frozen=True, slots=True, order=True)
+class Seconds:
+    """wall: by the clock. cpu: of all threads of this process."""
+
+    wall: float
+    cpu: float
+
+
+def _best(repeats: int, job: Callable[[], Seconds]) -> Seconds:
     return min(job() for _ in range(repeats))
+
+
+@contextmanager
+def _timed() -> Iterator[Callable[[], Seconds]]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield lambda: Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def _weights(checkpoint: Checkpoint, layer: int, expert: int) -> list[StoredWeight]:
@@ -72,45 +89,44 @@ def _weights(checkpoint: Checkpoint, layer: int, expert: int) -> list[StoredWeig
     return [stored.w1, stored.w3, stored.w2]
 
 
-def _copy(checkpoint: Checkpoint) -> float:
-    """Seconds to copy every expert's stored bytes."""
+def _copy(checkpoint: Checkpoint) -> Seconds:
+    """Copy every expert's stored bytes."""
+    parts = [
+        tensor.contiguous().view(-1).view(torch.uint8)
+        for layer in range(len(checkpoint.layer_ids))
+        for expert in range(checkpoint.experts)
+        for weight in _weights(checkpoint, layer, expert)
+        for tensor in (weight.data, weight.scale)
+        if tensor is not None
+    ]
+    target = torch.zeros(max(part.numel() for part in parts), dtype=torch.uint8)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(available_cores())
     try:
-        parts = [
-            tensor
-            for layer in range(len(checkpoint.layer_ids))
-            for expert in range(checkpoint.experts)
-            for weight in _weights(checkpoint, layer, expert)
-            for tensor in (weight.data, weight.scale)
-            if tensor is not None
-        ]
-        bytes_of = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
-        target = torch.zeros(max(part.numel() for part in bytes_of), dtype=torch.uint8)
-        started = time.perf_counter()
-        for part in bytes_of:
-            target[: part.numel()].copy_(part)
-        return time.perf_counter() - started
+        with _timed() as spent:
+            for part in parts:
+                target[: part.numel()].copy_(part)
+            return spent()
     finally:
         torch.set_num_threads(threads)
 
 
-def _encode(checkpoint: Checkpoint, codec: str) -> float:
+def _encode(checkpoint: Checkpoint, codec: str) -> Seconds:
     encoder = encoder_for(checkpoint, codec)
     row = torch.zeros(encoder.row_bytes(1), dtype=torch.uint8)
-    started = time.perf_counter()
-    for layer in range(len(checkpoint.layer_ids)):
-        for expert in range(checkpoint.experts):
-            encoder.encode(checkpoint.expert(layer, expert), 1, {0: row})
-    return time.perf_counter() - started
+    with _timed() as spent:
+        for layer in range(len(checkpoint.layer_ids)):
+            for expert in range(checkpoint.experts):
+                encoder.encode(checkpoint.expert(layer, expert), 1, {0: row})
+        return spent()
 
 
-def _pack(checkpoint: Checkpoint, codec: str, work: Path) -> float:
+def _pack(checkpoint: Checkpoint, codec: str, work: Path) -> Seconds:
     with tempfile.TemporaryDirectory(prefix="packs-", dir=work) as packs:
         tiers = TiersConfig.from_mapping({"tiers": {"disk": {"path": packs}}, "codecs": {"base": codec}})
-        started = time.perf_counter()
-        ensure_packs(checkpoint, tiers, 1)
-        return time.perf_counter() - started
+        with _timed() as spent:
+            ensure_packs(checkpoint, tiers, 1)
+            return spent()
 
 
 def _line(run: dict[str, Any]) -> str:

@@ -85,11 +85,13 @@ def throughput(result: Mapping[str, Any]) -> str:
     decoding = [
         [
             line["what"],
-            *(f"{line['tokens_per_s'][str(n)]:.1f} tok/s" for n in result["decoding"]["streams"]),
+            *(f"{line['tokens_per_s'][str(n)]:.0f} tok/s" for n in result["decoding"]["streams"]),
+            *(f"{line['cpu_ms_per_token'][str(n)]:.1f} ms" for n in result["decoding"]["streams"]),
         ]
         for line in result["decoding"]["runs"]
     ]
-    streams = [f"{n} stream{'s' if n > 1 else ''}" for n in result["decoding"]["streams"]]
+    counts = [f"{n} stream{'s' if n > 1 else ''}" for n in result["decoding"]["streams"]]
+    streams = [*counts, *(f"processor time a token, {count}" for count in counts)]
     return "\n".join(
         [
             markdown(["packing (source bytes)", "speed", "memory copy", "share"], packing),

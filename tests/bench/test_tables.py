@@ -45,7 +45,13 @@ SPEED: dict[str, Any] = {
     },
     "decoding": {
         "streams": [1, 4],
-        "runs": [{"what": "`bf16` rows, 25% resident", "tokens_per_s": {"1": 10.04, "4": 20.0}}],
+        "runs": [
+            {
+                "what": "`bf16` rows, 25% resident",
+                "tokens_per_s": {"1": 10.04, "4": 20.0},
+                "cpu_ms_per_token": {"1": 99.0, "4": 50.04},
+            }
+        ],
     },
 }
 
@@ -73,7 +79,7 @@ def test_results_replace_what_stands_between_the_markers(results: Path) -> None:
 def test_throughput_table(results: Path) -> None:
     rendered = tables.render(marked("throughput"), results)
     assert "| bf16 → `w2` | 123 MB/s | 1000 MB/s | 0.12 |\n" in rendered
-    assert "| `bf16` rows, 25% resident | 10.0 tok/s | 20.0 tok/s |\n" in rendered
+    assert "| `bf16` rows, 25% resident | 10 tok/s | 20 tok/s | 99.0 ms | 50.0 ms |\n" in rendered
 
 
 def test_rendering_twice_changes_nothing(results: Path) -> None:
