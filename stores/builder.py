@@ -20,8 +20,8 @@ from ziggurat.stores.writing import free_bytes, make_folder, remove_folders
 
 LOCK_SUFFIX = ".lock"
 MAX_THREADS = 16
-# Working memory of one `encode`: a few float64 copies of a matrix. Codecs of this project stay below it.
-ENCODER_BYTES_PER_WEIGHT = 64
+# Working memory of one `encode`, per weight of one matrix. The codecs work in tiles and were measured to take 1 to 4.
+ENCODER_BYTES_PER_WEIGHT = 16
 
 
 def expected_header(
@@ -60,7 +60,7 @@ def peak_bytes(
     """Upper bound of the host memory `build_pack` takes on top of the process, in bytes.
 
     Two layers of the checkpoint (one mapped and being read, one being read ahead; these are page cache, which the
-    kernel can take back), and for each thread the rows of one expert and an encoder's working memory, taken as 64
+    kernel can take back), and for each thread the rows of one expert and an encoder's working memory, taken as 16
     bytes per weight of one matrix. Rows of at most two layers wait in the page cache to be written.
     """
     source = 2 * max(checkpoint.layer_bytes(layer) for layer in range(len(checkpoint.layer_ids)))

@@ -443,10 +443,10 @@ def test_peak_bytes(small: Checkpoint) -> None:
     base = 2 * small.layer_bytes(0)
     assert small.layer_bytes(0) == 3 * 3 * 96 * 32 * 2
     one = peak_bytes(small, encoder, threads=1)
-    assert one == base + 20480 + 64 * 96 * 32
+    assert one == base + 20480 + 16 * 96 * 32
     assert peak_bytes(small, encoder, threads=3) == base + 3 * (one - base)
-    assert peak_bytes(small, encoder, 2, threads=1) == base + 2 * 12288 + 64 * 96 * 32
-    assert peak_bytes(small, encoder, 2, [1], threads=1) == base + 12288 + 64 * 96 * 32
+    assert peak_bytes(small, encoder, 2, threads=1) == base + 2 * 12288 + 16 * 96 * 32
+    assert peak_bytes(small, encoder, 2, [1], threads=1) == base + 12288 + 16 * 96 * 32
     assert peak_bytes(small, encoder) == peak_bytes(small, encoder, threads=default_threads())
 
 
