@@ -90,12 +90,12 @@ def _quantize(bits: Ints, layout: _Layout, alternate_zeros: bool, grid: Grid) ->
     codes = _codes(signed, magnitudes, scale_bytes << layout.mantissa, layout, grid)
     scale_bytes[zero_blocks] = 0
     zeros = negative_zeros = 0
-    if not grid.has_zero and magnitudes.min() == 0:
-        zero = magnitudes == 0
-        zeros = int(np.count_nonzero(zero))
+    if not grid.has_zero:
+        zeros = magnitudes.size - int(np.count_nonzero(magnitudes))
+    if zeros:
         negative_zeros = int(np.count_nonzero(signed == np.iinfo(layout.integer).min))
         if alternate_zeros:
-            alternate_signs(codes, zero, grid)
+            alternate_signs(codes, magnitudes == 0, grid)
     return Quantized(
         lane_words(codes, rows, grid),
         scale_bytes.astype(np.uint8).reshape(rows, cols // TILE_K),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -45,11 +46,11 @@ def fp8_chunks(
     """Quantize rows start..stop of an fp8_block source for which is_fast_fp8 holds, in pieces that fit a cache."""
     bn, bk = source.block
     first_band = start // bn
-    tables = _Tables.of(source.scales[first_band : (stop - 1) // bn + 1], grid)
-    columns = np.arange(source.cols // TILE_K) * TILE_K // bk
+    scales, which = np.unique(source.scales[first_band : (stop - 1) // bn + 1], return_inverse=True)
+    tables = _Tables.of(scales, grid)
+    which = which.reshape(-1, source.scales.shape[1])[:, np.arange(source.cols // TILE_K) * TILE_K // bk]
     for first, last in pieces(source, start, stop, _WEIGHTS):
-        bands = np.arange(first, last) // bn - first_band
-        scale_index = (bands[:, None] * source.scales.shape[1] + columns).ravel()
+        scale_index = which[np.arange(first, last) // bn - first_band].ravel()
         yield first, last, _quantize(source, first, last, tables, scale_index, alternate_zeros, grid)
 
 
@@ -70,7 +71,6 @@ class _Tables:
 
     @classmethod
     def of(cls, scales: F64, grid: Grid) -> _Tables:
-        scales = scales.ravel()
         largest = E4M3_VALUES[:_MAGNITUDES] * scales[:, None]
         exponents = rule_exponents(largest)
         # A block of zeros gets the thresholds of a middling one: no zero is above any.
@@ -83,13 +83,15 @@ class _Tables:
         thresholds = _largest_byte_up_to(limits)
         entries = np.zeros((scales.size, 2, 128, len(midpoints) + 1), np.uint8)
         rows = np.arange(scales.size)[:, None]
-        for exact in (0, 1):  # an exact block's exponent is one above the rule's
+        powers = np.zeros((scales.size, 128), np.bool_)
+        powers[:, 1:_MAGNITUDES] = np.frexp(largest[:, 1:])[0] == 0.5
+        for exact in range(1 + powers.any()):  # an exact block's exponent is one above the rule's
             entries[:, exact, :_MAGNITUDES, :-1] = thresholds[rows, exponents - low + exact]
             entries[:, exact, :_MAGNITUDES, -1] = exponents + exact + 127
             entries[:, exact, 0, -1] = 0
-        powers = np.zeros((scales.size, 128), np.bool_)
-        powers[:, 1:_MAGNITUDES] = np.frexp(largest[:, 1:])[0] == 0.5
-        return cls(entries.reshape(-1, len(midpoints) + 1), powers.ravel(), _exact_bytes(grid))
+        return cls(
+            entries.reshape(-1, len(midpoints) + 1), powers.ravel(), _exact_bytes(tuple(np.abs(grid.values)))
+        )
 
 
 def _largest_byte_up_to(limits: F64) -> U8:
@@ -102,12 +104,13 @@ def _largest_byte_up_to(limits: F64) -> U8:
     return limited
 
 
-def _exact_bytes(grid: Grid) -> npt.NDArray[np.bool_]:
-    """Pairs (largest, other) whose ratio the grid holds when it holds the largest at its top power of two."""
+@cache
+def _exact_bytes(magnitudes: tuple[float, ...]) -> npt.NDArray[np.bool_]:
+    """Pairs (largest, other) whose ratio a grid of these magnitudes holds when the largest is its 4."""
     values = E4M3_VALUES[:128]
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = 4 * values[None, :] / values[:, None]
-    allowed: npt.NDArray[np.bool_] = np.isin(ratios, np.abs(grid.values)).ravel()
+    allowed: npt.NDArray[np.bool_] = np.isin(ratios, magnitudes).ravel()
     return allowed
 
 
@@ -136,10 +139,11 @@ def _quantize(
         codes += np.greater(magnitudes, for_each_weight(entry[:, i]), out=above).view(np.uint8)
     zeros = negative_zeros = 0
     if not grid.has_zero:
-        zero = np.equal(magnitudes, 0, out=above)
-        zeros, negative_zeros = int(np.count_nonzero(zero)), int(np.count_nonzero(bits == 0x80))
+        zeros = magnitudes.size - int(np.count_nonzero(magnitudes))
+        if zeros:
+            negative_zeros = int(np.count_nonzero(bits == 0x80))
         if alternate_zeros:
-            alternate_signs(codes, zero, grid)
+            alternate_signs(codes, np.equal(magnitudes, 0, out=above), grid)
     rows = last - first
     return Quantized(
         lane_words(codes, rows, grid),

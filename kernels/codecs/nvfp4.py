@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from ziggurat.kernels.codecs.blocks import alternate_signs, for_each_weight, signs_in_place
 from ziggurat.kernels.codecs.exact import pieces
-from ziggurat.kernels.codecs.grid import Grid
+from ziggurat.kernels.codecs.grid import FP4_GRID, W2_GRID, Grid
 from ziggurat.kernels.codecs.layout import TILE_K
 from ziggurat.kernels.codecs.quantize import rule_exponents
 from ziggurat.kernels.codecs.tiles import Quantized, block_major, lane_words_from_pairs
@@ -44,9 +45,15 @@ def nvfp4_chunks(
     source: SourceArrays, start: int, stop: int, alternate_zeros: bool, grid: Grid
 ) -> Iterator[tuple[int, int, Quantized]]:
     """Quantize rows start..stop of an nvfp4 source for which is_fast_nvfp4 holds, in pieces that fit a cache."""
-    tables = _Tables.of(source.global_scale, grid)
+    tables = _tables(source.global_scale, grid.words)
     for first, last in pieces(source, start, stop, _WEIGHTS):
         yield first, last, _quantize(source, first, last, tables, alternate_zeros, grid)
+
+
+@lru_cache(maxsize=16)
+def _tables(global_scale: float, words: int) -> _Tables:
+    """All tasks of a tensor want the same ones."""
+    return _Tables.of(global_scale, W2_GRID if words == 1 else FP4_GRID)
 
 
 @dataclass(frozen=True)
@@ -99,15 +106,17 @@ def _quantize(
 ) -> Quantized:
     rows = last - first
     pairs = block_major(source.bits[first:last], np.uint16)
-    scales = source.scale_bits[first:last].reshape(-1, 2)
+    scales = np.ascontiguousarray(source.scale_bits[first:last].reshape(-1, 2).T).astype(
+        np.intp
+    )  # [2 halves, M]
     parities = (pairs & 7, (pairs >> 4) & 7)
-    half_index = (scales.T.astype(np.intp) << 3) + _half_max(*parities)
+    half_index = (scales << 3) + _half_max(*parities)
     exponents = tables.exponents[half_index].max(axis=0)
     if tables.powers.any():
         _keep_exact_blocks(exponents, half_index, source, first, last, tables, grid)
-    # [2 halves * M, thresholds]
-    entry = tables.thresholds[(scales.T.astype(np.intp) << 5) + exponents].reshape(2, exponents.size, -1)
-    no_scale = (scales.T == 0) if not grid.has_zero and not scales.all() else None
+    entries = tables.thresholds.view(np.uint64)[:, 0] if len(grid.midpoints) > 1 else tables.thresholds[:, 0]
+    entry = entries[(scales << 5) + exponents].view(np.uint8).reshape(2, exponents.size, -1)
+    no_scale = (scales == 0) if not grid.has_zero and not scales.all() else None
     codes = []
     zeros = negative_zeros = 0
     for parity, magnitudes in enumerate(parities):
@@ -125,7 +134,7 @@ def _quantize(
                 for half in (0, 1):
                     zero[4 * half : 4 * half + 4] |= for_each_weight(no_scale[half], 2)
             zeros += int(np.count_nonzero(zero))
-            negative_zeros += int(np.count_nonzero(zero & negative))
+            negative_zeros += int(np.count_nonzero(negative & zero))
             if alternate_zeros:
                 alternate_signs(code, zero, grid, parity)
         codes.append(code)
