@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from ziggurat.residency.config import TiersConfig
+
 SCRIPT = Path(__file__).with_name("engine_script.py")
 
 
@@ -92,6 +94,24 @@ def running(command: list[str], env: dict[str, str]) -> Iterator[Child]:
         yield child
     finally:
         child.end()
+
+
+def make_job(
+    model: Path,
+    tiers: TiersConfig,
+    capture: Path,
+    phases: list[dict[str, Any]],
+    engine: dict[str, Any] | None = None,
+    **debug: Any,
+) -> dict[str, Any]:
+    """A job for ``engine_script``; logits of every rank go to ``capture``."""
+    return {
+        "model": str(model),
+        "config": tiers.model_dump(mode="json"),
+        "debug": {"capture_logits": str(capture), **debug},
+        "engine": engine or {},
+        "phases": phases,
+    }
 
 
 @contextmanager

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from support.checkpoints import write_checkpoint
 from support.engines import BATCH, LONG, SINGLE, assert_identical, run_workloads
+from support.processes import engine_process, make_job
 from ziggurat.integration.determinism.compare import differences
 from ziggurat.integration.determinism.engine import Outcome, open_engine
+from ziggurat.integration.vllm.capture import read_capture
 from ziggurat.integration.vllm.compat import vllm_version
 from ziggurat.residency.config import TiersConfig
 
@@ -66,32 +70,52 @@ def test_prefix_caching(demo_model: Path, make_tiers: TiersFactory, mode: str) -
     assert_all_identical(both(demo_model, make_tiers, mode, run, enable_prefix_caching=True))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_ngram_speculation(demo_model: Path, make_tiers: TiersFactory, mode: str) -> None:
+def test_ngram_speculation(demo_model: Path, make_tiers: TiersFactory, tmp_path: Path) -> None:
+    """A process for each engine: with numba loaded, stock vLLM cannot start a second engine in one process."""
     if vllm_version().startswith("0.24"):
         pytest.skip("stock vLLM 0.24.0 itself fails with n-gram speculation on the CPU")
-    drafts: list[int] = []
-
-    def run(engine: Any) -> list[Outcome]:
-        outcome = engine.run(["a = [1, 2, 3]\nb = [1, 2, 3]\nc = [1, 2, 3]\nd = [1, 2,"], 16)
-        drafts.append(max(sum(step.tokens) for step in outcome.steps[1:]))
-        return [outcome]
-
     speculation = {
         "method": "ngram",
         "num_speculative_tokens": 3,
         "prompt_lookup_max": 4,
         "prompt_lookup_min": 2,
     }
-    assert_all_identical(both(demo_model, make_tiers, mode, run, speculative_config=speculation))
-    assert max(drafts) > 1, "no draft token was ever verified"
+    phases = [
+        {
+            "name": "lists",
+            "prompts": ["a = [1, 2, 3]\nb = [1, 2, 3]\nc = [1, 2, 3]\nd = [1, 2,"],
+            "tokens": 16,
+        }
+    ]
+    cases = {
+        "resident": make_tiers(pool="100%"),
+        "inline": make_tiers(pool="25%", mode="inline"),
+        "replay": make_tiers(pool="25%", mode="replay"),
+    }
+    answers, steps = {}, {}
+    for name, tiers in cases.items():
+        folder = tmp_path / name
+        job = make_job(demo_model, tiers, folder, phases, {"speculative_config": speculation})
+        with engine_process(job, tmp_path) as child:
+            answers[name] = child.phase("lists", 240)
+            assert answers[name], child.tail()
+        steps[name] = list(read_capture(folder / "logits.rank0.npys"))
+    for name in ("inline", "replay"):
+        assert answers[name] == answers["resident"]
+        assert [step.tokens for step in steps[name]] == [step.tokens for step in steps["resident"]]
+        for a, b in zip(steps["resident"], steps[name], strict=True):
+            assert np.array_equal(a.logits.view(np.uint32), b.logits.view(np.uint32))
+    assert max(sum(step.tokens) for step in steps["resident"][1:]) > 1, "no draft token was ever verified"
 
 
-def test_float32(demo_model: Path, make_tiers: TiersFactory) -> None:
+def test_float32(demo_model: Path, make_tiers: TiersFactory, tmp_path: Path) -> None:
+    # vLLM takes no float32 for an FP8 checkpoint, so this one is bf16.
+    write_checkpoint(tmp_path, kind="qwen3", tokenizer=demo_model)
+
     def run(engine: Any) -> list[Outcome]:
         return [engine.run([SINGLE], 6)]
 
-    assert_all_identical(both(demo_model, make_tiers, "replay", run, dtype="float32"))
+    assert_all_identical(both(tmp_path, make_tiers, "replay", run, dtype="float32"))
 
 
 def test_tolerance_serves_and_counts(demo_model: Path, make_tiers: TiersFactory) -> None:

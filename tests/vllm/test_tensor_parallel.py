@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from support.engines import BATCH, LONG, SINGLE
-from support.processes import engine_process
+from support.processes import engine_process, make_job
 from ziggurat.integration.vllm.capture import CapturedStep, read_capture
 from ziggurat.residency.config import TiersConfig
 
@@ -29,13 +29,7 @@ PHASES: list[dict[str, Any]] = [
 def job(
     model: Path, tiers: TiersConfig, folder: Path, phases: list[dict[str, Any]], **debug: Any
 ) -> dict[str, Any]:
-    return {
-        "model": str(model),
-        "config": tiers.model_dump(mode="json"),
-        "debug": {"capture_logits": str(folder), **debug},
-        "engine": {"tensor_parallel_size": 2},
-        "phases": phases,
-    }
+    return make_job(model, tiers, folder, phases, {"tensor_parallel_size": 2}, **debug)
 
 
 def steps_of(folder: Path) -> list[CapturedStep]:
