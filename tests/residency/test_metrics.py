@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,6 +125,54 @@ def test_a_reader_never_sees_half_a_group() -> None:
         pairs = samples["ziggurat_hit_pairs_total"] + samples["ziggurat_missed_pairs_total"]
         assert pairs == samples["ziggurat_routed_pairs_total"]
     writer.join()
+
+
+class Racing(bytearray):
+    """A buffer whose owner does something each time a reader has copied all of it."""
+
+    def __init__(self, *then: Callable[[], None]) -> None:
+        super().__init__(BUFFER_BYTES)
+        self.then = list(then)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        if isinstance(index, slice) and index == slice(None, BUFFER_BYTES) and self.then:
+            self.then.pop(0)()
+        return found
+
+
+def test_a_copy_taken_in_the_middle_of_a_group_is_thrown_away() -> None:
+    group = contextlib.ExitStack()
+
+    def finish() -> None:
+        metrics.add("ziggurat_hit_pairs_total", 7)
+        group.close()
+
+    buffer = Racing(finish)
+    metrics = TierMetrics(buffer)
+    group.enter_context(metrics.writing())
+    metrics.add("ziggurat_routed_pairs_total", 7)
+    samples = read_samples(buffer)
+    assert find(samples, "ziggurat_routed_pairs_total").value == 7
+    assert find(samples, "ziggurat_hit_pairs_total").value == 7
+    assert buffer.then == []
+
+
+def test_a_copy_during_which_a_group_was_written_is_thrown_away() -> None:
+    def write() -> None:
+        with metrics.writing():
+            metrics.add("ziggurat_passes_total", 1)
+
+    buffer = Racing(write, write)
+    metrics = TierMetrics(buffer)
+    assert find(read_samples(buffer), "ziggurat_passes_total").value == 2
+
+
+def test_one_thread_writes_at_a_time() -> None:
+    metrics = TierMetrics()
+    with metrics.writing():
+        assert metrics._lock.locked()
+    assert not metrics._lock.locked()
 
 
 def test_a_writer_that_died_half_way_is_still_read() -> None:

@@ -214,6 +214,15 @@ def test_scores_survive_more_half_lives_than_float64_has_exponents() -> None:
     assert policy.order()[0] == 3
 
 
+def test_counts_stay_comparable_when_the_base_step_moves() -> None:
+    policy = make_policy("lfu-decay", PolicySettings(half_life=1))
+    policy.insert(1, 2.0**100)
+    policy.advance(300)  # worth 2**-200 now, and the base has moved once
+    policy.insert(2, 2.0**-190)
+    policy.insert(3, 2.0**-210)
+    assert policy.order() == [2, 1, 3]
+
+
 def test_an_evicted_key_resumes_its_history() -> None:
     policy = make_policy("lfu-decay")
     policy.insert(1, 10.0)
