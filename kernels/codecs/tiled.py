@@ -12,21 +12,19 @@ import numpy as np
 import torch
 
 from ziggurat.kernels.codecs.base import DecodedExpert, ExpertSource, Section
+from ziggurat.kernels.codecs.decode import decode_matrix
 from ziggurat.kernels.codecs.expert import opened_expert, row_arrays, row_payload
 from ziggurat.kernels.codecs.grid import Grid
 from ziggurat.kernels.codecs.layout import (
     TILE_K,
-    TILE_ROWS,
-    read_scales,
-    read_words,
     write_scales,
     write_words,
 )
 from ziggurat.kernels.codecs.quantize import zeros_alternate
-from ziggurat.kernels.codecs.tiles import Quantized, codes_from_words
+from ziggurat.kernels.codecs.tiles import Quantized
 from ziggurat.kernels.codecs.workers import run_all
 from ziggurat.kernels.errors import CodecError
-from ziggurat.kernels.formats import E8M0_VALUES, U8
+from ziggurat.kernels.formats import U8
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.kernels.sources import SourceArrays
 
@@ -163,19 +161,9 @@ class TiledCodec(ABC):
             for s in self.sections(geometry)
         )
         return DecodedExpert(
-            w13=self._decode_matrix(codes13, scales13, *geometry.w13_shape),
-            w2=self._decode_matrix(codes2, scales2, *geometry.w2_shape),
+            w13=decode_matrix(codes13, scales13, *geometry.w13_shape, self.grid),
+            w2=decode_matrix(codes2, scales2, *geometry.w2_shape, self.grid),
         )
-
-    def _decode_matrix(self, codes: U8, scales: U8, rows: int, cols: int) -> torch.Tensor:
-        word = np.uint32 if self.grid.words == 1 else np.uint64
-        words = read_words(codes, rows // TILE_ROWS, cols // TILE_K, word)
-        levels = self.grid.values.astype(np.float32)[codes_from_words(words, self.grid)]
-        factors = E8M0_VALUES[read_scales(scales, rows, cols // TILE_K)].astype(np.float32)
-        out = torch.empty(rows, cols)
-        shape = (rows, cols // TILE_K, TILE_K)
-        np.multiply(levels.reshape(shape), factors[..., None], out=out.numpy().reshape(shape))
-        return out
 
 
 def _tasks(rows: int, targets: Sequence[_Target]) -> Iterator[tuple[int, int]]:

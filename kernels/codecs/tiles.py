@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ziggurat.kernels.codecs.grid import Grid
-from ziggurat.kernels.codecs.layout import TILE_K, TILE_ROWS
+from ziggurat.kernels.codecs.layout import TILE_ROWS
 from ziggurat.kernels.formats import U8, U32
 
 RUNS = 8
@@ -104,19 +104,3 @@ def _by_tile(words: list[U32]) -> U32:
     both = np.empty((*words[0].shape, 2), np.uint32)
     both[..., 0], both[..., 1] = words
     return both.view(np.uint64)[..., 0].transpose(1, 2, 0, 3)
-
-
-def codes_from_words(words: U32, grid: Grid) -> U8:
-    """The inverse: codes uint8 [N, K] from lane words [N/16, 8, 4, K/32]."""
-    tiles, _, _, k_tiles = words.shape
-    codes = np.empty((tiles, 2, 8, k_tiles, 2, 4, 4), np.uint8)
-    by_row = codes.transpose(0, 1, 2, 4, 5, 3, 6)  # tile, half, g, h, t, k_tile, j
-    lanes = np.ascontiguousarray(words).view(np.uint8).reshape(tiles, 8, 4, k_tiles, grid.words, 4)
-    for i in range(grid.words):
-        word = lanes[..., i, :]
-        if grid.words == 2:
-            by_row[:, 0, :, i], by_row[:, 1, :, i] = word & 15, word >> 4
-        else:
-            by_row[:, 0, :, 0], by_row[:, 1, :, 0] = (word >> 4) & 3, word >> 6
-            by_row[:, 0, :, 1], by_row[:, 1, :, 1] = (word >> 2) & 3, word & 3
-    return codes.reshape(tiles * TILE_ROWS, k_tiles * TILE_K)

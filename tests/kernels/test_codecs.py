@@ -132,6 +132,29 @@ def test_rank_rows_are_slices_of_the_whole(seed: int, format: str, codec: str, t
     assert torch.equal(only, rows[-1])
 
 
+@pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
+@pytest.mark.parametrize("codec", ["w2", "fp4"])
+def test_decode_reads_every_code_and_scale_at_its_place(codec: str, hidden: int, intermediate: int) -> None:
+    implementation, geometry = get_codec(codec), ExpertGeometry(hidden, intermediate)
+    row = np.random.default_rng(hidden).integers(0, 253, implementation.row_bytes(geometry)).astype(np.uint8)
+    decoded = implementation.decode(torch.from_numpy(row), geometry)
+    starts = {s.name: s.offset for s in implementation.sections(geometry)}
+    levels = {code: float(level) for level, code in scalar.W2_CODES.items()}
+    if codec == "fp4":
+        levels = {nibble: scalar.as_float(scalar.e2m1(nibble)) for nibble in range(16)}
+    place, mask = (scalar.w2_place, 3) if codec == "w2" else (scalar.fp4_place, 15)
+    for name, matrix in (("w13", decoded.w13), ("w2", decoded.w2)):
+        N, K = matrix.shape
+        expected = torch.empty(N, K, dtype=torch.float64)
+        for n in range(N):
+            for k in range(K):
+                offset, shift = place(n, k, K)
+                code = (int(row[starts[f"{name} codes"] + offset]) >> shift) & mask
+                byte = int(row[starts[f"{name} scales"] + scalar.scale_place(n, k // 32, K)])
+                expected[n, k] = levels[code] * 2.0 ** (byte - 127)
+        assert torch.equal(matrix.double().view(torch.int64), expected.view(torch.int64))
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_decode_reads_any_alignment_and_ignores_padding(codec: str) -> None:
     implementation, geometry = get_codec(codec), ExpertGeometry(96, 64)
