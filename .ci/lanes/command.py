@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
             print(
                 f"lane {name}: {lane.venv} {'ready' if changed else 'up to date'} ({spent:.1f} s)", flush=True
             )
-    except (SetupError, StubError) as error:
+    except (SetupError, StubError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

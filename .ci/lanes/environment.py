@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lanes.cuda_stubs import build_stubs
-from lanes.installer import SetupError, bare_environ, install
+from lanes.installer import SetupError, bare_environ, install, make_venv
 
 __all__ = [
     "LANES",
@@ -105,12 +105,12 @@ def ensure_environment(lane: Lane, cache: Path, compiler: list[str]) -> Environm
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SetupError(f"cannot create the cache folder {cache}: {error.strerror}") from error
-    with locked(cache / f"{name}.lock", f"lane {lane.name}"):
+    with locked(cache / f"{name}.lock", f"lane {lane.name}") as lock:
         if not environment.folder.is_dir():
             building = Environment(cache / f"{name}.building")
             shutil.rmtree(building.folder, ignore_errors=True)
             try:
-                _build(lane, building, compiler)
+                _build(lane, building, compiler, lock)
                 building.folder.rename(environment.folder)
             except BaseException:
                 shutil.rmtree(building.folder, ignore_errors=True)
@@ -132,18 +132,22 @@ def remove_unused(cache: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold the file lock at `path`; says so when another process has it. The lock ends with the process."""
+def locked(path: Path, what: str) -> Iterator[int]:
+    """Hold the file lock at `path`; says so when another process has it.
+
+    Yields its descriptor. The lock ends with this process and all that inherited the descriptor: a builder passes
+    it on, so that what a killed one has left running ends before the next one starts.
+    """
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"{what}: another set-up is at work on it, waiting", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield file.fileno()
 
 
-def _build(lane: Lane, environment: Environment, compiler: list[str]) -> None:
+def _build(lane: Lane, environment: Environment, compiler: list[str], lock: int) -> None:
     free = shutil.disk_usage(environment.folder.parent).free
     if free < _SPACE_NEEDED:
         raise SetupError(
@@ -156,9 +160,10 @@ def _build(lane: Lane, environment: Environment, compiler: list[str]) -> None:
         f"{environment.folder.parent} (once per machine: about 2 minutes, 2 GB)",
         flush=True,
     )
-    subprocess.run([sys.executable, "-m", "venv", str(environment.folder)], check=True, env=bare_environ())
+    make_venv(environment.folder, "--clear", lock=lock)
     files = [REQUIREMENTS / name for name in lane.requirements]
-    install(environment.python, files, log=environment.folder / "install.log", label=f"lane {lane.name}")
+    log = environment.folder / "install.log"
+    install(environment.python, files, log=log, label=f"lane {lane.name}", lock=lock)
     _add_vllm_distribution(environment.site_packages, lane.vllm)
     if _imports(environment, "torch") is not None:
         made = build_stubs(environment.site_packages, compiler)

@@ -37,10 +37,34 @@ def pinned_names(requirements: list[Path]) -> list[str]:
     return [line.split("==")[0] for line in lines if line]
 
 
-def install(python: Path, requirements: list[Path], *, log: Path, label: str) -> None:
+def make_venv(folder: Path, *options: str, lock: int | None = None) -> None:
+    """Make a virtual environment of the Python that runs this. Raises SetupError with what went wrong."""
+    _run(
+        [sys.executable, "-m", "venv", *options, str(folder)], f"cannot make an environment in {folder}", lock
+    )
+
+
+def install_editable(python: Path, root: Path) -> None:
+    """Install the project at `root` editable into `python`'s environment, offline. Raises SetupError."""
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-e",
+        str(root),
+    ]
+    _run(command, f"pip could not install {root}", None)
+
+
+def install(python: Path, requirements: list[Path], *, log: Path, label: str, lock: int) -> None:
     """Install pinned requirement files with pip, without dependencies.
 
-    Everything pip says goes to `log`; its last lines are in the SetupError raised when it fails.
+    Everything pip says goes to `log`; its last lines are in the SetupError raised when it fails. pip inherits the
+    descriptor `lock`.
     """
     total = len(pinned_names(requirements))
     command = [str(python), "-m", "pip", "install", "--no-deps", "--retries", "8", "--progress-bar", "off"]
@@ -51,7 +75,13 @@ def install(python: Path, requirements: list[Path], *, log: Path, label: str) ->
     with log.open("a") as transcript:
         # pip's warnings about the local configuration go to the log only.
         pip = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=transcript, text=True, env=bare_environ()
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=transcript,
+            text=True,
+            env=bare_environ(),
+            pass_fds=(lock,),
         )
         try:
             assert pip.stdout is not None
@@ -70,22 +100,28 @@ def install(python: Path, requirements: list[Path], *, log: Path, label: str) ->
         finally:
             progress.end()
     if status:
-        said = [line for line in log.read_text().splitlines() if not line.startswith("WARNING")]
-        raise SetupError(f"{label}: pip could not install the packages:\n" + "\n".join(said[-8:]))
+        raise SetupError(f"{label}: pip could not install the packages:\n{_last_words(log.read_text())}")
 
 
-def install_editable(python: Path, root: Path) -> None:
-    """Install the project at `root` editable into `python`'s environment, offline. Raises SetupError."""
+def _run(command: list[str], failure: str, lock: int | None) -> None:
     done = subprocess.run(
-        [str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "-e", str(root)],
-        capture_output=True,
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         env=bare_environ(),
+        pass_fds=() if lock is None else (lock,),
         check=False,
     )
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
-        raise SetupError(f"pip could not install {root}:\n" + "\n".join(said[-15:]))
+        raise SetupError(f"{failure}:\n{_last_words(done.stdout)}")
+
+
+def _last_words(output: str) -> str:
+    """The end of what pip said, without its warnings, which are about other things than a failure."""
+    said = [line for line in output.splitlines() if line.strip() and not line.startswith("WARNING")]
+    return "\n".join(said[-12:])
 
 
 class _Progress:

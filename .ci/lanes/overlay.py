@@ -8,12 +8,11 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from lanes.environment import Environment, Lane, locked
-from lanes.installer import SetupError, bare_environ, install_editable
+from lanes.installer import SetupError, install_editable, make_venv
 
 # Counts up when this script lays the same thin environment out in another way.
 LAYOUT_VERSION = 1
@@ -63,9 +62,7 @@ def _lay_out(folder: Path, environment: Environment, root: Path, wanted: str) ->
     stamp = folder / _STAMP
     folder.mkdir()
     stamp.write_text("incomplete\n")
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, env=bare_environ()
-    )
+    make_venv(folder, "--without-pip")
     (Environment(folder).site_packages / "ziggurat-lane.pth").write_text(f"{environment.site_packages}\n")
     _add_commands(folder / "bin", environment)
     install_editable(folder / "bin" / "python", root)
