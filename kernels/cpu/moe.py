@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch.nn.functional import silu
 
 from ziggurat.kernels.codecs.base import DecodedExpert
 from ziggurat.kernels.cpu.rowwise import rowwise_linear
@@ -22,13 +23,28 @@ def expert_ffn(x: torch.Tensor, expert: DecodedExpert, *, clamp: float | None = 
         clamp: limit of the clamped SwiGLU: gate at most ``clamp``, up within plus and minus ``clamp``.
 
     Returns:
-        float32 [P, H], this rank's share of the sum over ranks.
+        float32 [P, H]: of an expert that tensor parallelism divides, this rank's share of the sum over ranks.
     """
-    gate, up = rowwise_linear(x.float(), expert.w13).chunk(2, dim=1)
+    both = rowwise_linear(x.float(), expert.w13).numpy()
+    gate, up = np.split(both, 2, axis=1)
     if clamp is not None:
-        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-    hidden = (silu(gate) * up).to(x.dtype)
+        gate, up = np.minimum(gate, np.float32(clamp)), np.clip(up, np.float32(-clamp), np.float32(clamp))
+    with np.errstate(over="ignore", invalid="ignore"):
+        hidden = torch.from_numpy(_silu(gate) * up).to(x.dtype)
     return rowwise_linear(hidden.float(), expert.w2)
+
+
+def _silu(gate: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """gate * sigmoid(gate), the same bits at every place of an array.
+
+    numpy's exp is one algorithm for all elements. torch computes the last few of an array, and the last few of each
+    thread's share, with another exp than the rest, so that a token's result would depend on its place.
+    """
+    # exp(-gate) is infinite below -88, and the quotient then -0; an input that is not finite stays so.
+    with np.errstate(over="ignore", invalid="ignore"):
+        divisor = np.exp(-np.ascontiguousarray(gate))
+        divisor += 1
+        return np.divide(gate, divisor, dtype=np.float32)
 
 
 def combine(partials: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
