@@ -103,9 +103,8 @@ def build_pack(
         made = make_folder(folder)
         try:
             with _locks(folder, todo):
-                todo = (
-                    todo if rebuild else _without_pack(folder, todo)
-                )  # another builder may just have finished
+                if not rebuild:
+                    todo = _without_pack(folder, todo)  # another builder may just have finished
                 _check_space(folder, todo)
                 with _open_files(folder, todo, not rebuild) as files:
                     fill(checkpoint, encoder, files, progress or NoProgress(), threads or default_threads())
