@@ -5,11 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from ziggurat.residency.host_cache import HostCache, RowBatch, RowFault, Source
 from ziggurat.residency.slots import SlotPool
 
 SOURCES: tuple[Source, ...] = ("arena", "pack")
+
+
+class Entry(Enum):
+    """How a fetched row enters the pool's eviction order.
+
+    USED: as used now. UNPROVEN: at the cold end, because the pass that wanted it may have been routed wrongly; it is
+    touched if the step's final pass uses it. SEED: by heat of earlier runs, and without a copy in the arena.
+    """
+
+    USED = "used"
+    UNPROVEN = "unproven"
+    SEED = "seed"
 
 
 @dataclass(slots=True)
@@ -47,19 +60,24 @@ class Fetcher:
         return tally
 
     def fetch(
-        self, wanted: Mapping[int, float], *, blocked: Container[int], epoch: int, seed: bool = False
+        self,
+        wanted: Mapping[int, float],
+        *,
+        blocked: Container[int],
+        epoch: int,
+        entry: Entry = Entry.USED,
     ) -> FetchOutcome:
         """Fetch absent rows, as many as slots can be had without evicting a key in `blocked`, in the given order.
 
-        wanted: key -> weight as in EvictionPolicy.insert (with seed=True: heat as in EvictionPolicy.seed, and the
-        rows are not kept in the arena). Read errors are returned, never raised.
+        wanted: key -> weight as in EvictionPolicy.insert, or heat if the entry is SEED. Read errors are returned,
+        never raised.
         """
         slots = dict(zip(wanted, self._slots.take(len(wanted), blocked), strict=False))
         outcome = FetchOutcome()
         written: set[int] = set()
         try:
             accepted = {key: wanted[key] for key in slots}
-            for batch in self._cache.rows(accepted, epoch=epoch, keep=not seed):
+            for batch in self._cache.rows(accepted, epoch=epoch, keep=entry is not Entry.SEED):
                 self._store(batch, slots)
                 written.update(row.key for row in batch.rows)
                 outcome.faults += batch.faults
@@ -67,7 +85,8 @@ class Fetcher:
             # In the order asked for, so that what is evicted later does not depend on the disk's timing.
             for key, slot in slots.items():
                 if key in written:
-                    self._slots.publish(slot, key, wanted[key], seed=seed)
+                    weight = 0.0 if entry is Entry.UNPROVEN else wanted[key]
+                    self._slots.publish(slot, key, weight, seed=entry is Entry.SEED)
                     outcome.arrived.append(key)
                 else:
                     self._slots.give_back([slot])

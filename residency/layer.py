@@ -15,7 +15,7 @@ from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.fetch import Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.groups import ExpertGroups, group_pairs
-from ziggurat.residency.passes import PassMode, PassState
+from ziggurat.residency.passes import PassMode, PassState, Route
 from ziggurat.residency.ports import ExpertOps, RowCodec
 from ziggurat.residency.runtime_errors import RoutingError
 from ziggurat.residency.slots import SlotPool
@@ -98,24 +98,27 @@ class LayerRunner:
         keys: np.typing.NDArray[np.int64],
         resident: np.typing.NDArray[np.bool_],
     ) -> None:
-        """Counts pairs, tells the policy of first uses, and remembers what this pass computes with."""
+        """Counts pairs and remembers what this pass computes with.
+
+        An inline pass tells the policy of uses at once. The routing of a replay pass may be wrong, so the policy
+        hears of it only if the step returns its result.
+        """
         step = state.step
         counts = groups.counts
         routed, missing = int(counts.sum()), int(counts[~resident].sum())
         if state.first:
             step.routed_pairs += routed
             step.missed_pairs += missing
-            step.heat.append((layer, groups.experts, counts))
         else:
             step.replay_routed_pairs += routed
             step.replay_missed_pairs += missing
         if state.mode is PassMode.REPLAY:
             state.missing_pairs += missing
-        weights = dict(zip(keys.tolist(), map(float, groups.weights.tolist()), strict=True))
-        here = keys[resident].tolist()
-        self._slots.touch({key: weights[key] for key in here if key not in step.touched})
-        step.touched.update(weights)
+        state.routes.append(Route(layer, groups.experts, counts))
+        here = dict(zip(keys[resident].tolist(), map(float, groups.weights[resident].tolist()), strict=True))
         state.used.update(here)
+        if state.mode is PassMode.INLINE:
+            self._slots.touch(here)
 
     def _compute(self, work: _Work, chosen: np.typing.NDArray[np.intp]) -> None:
         """Run the experts of the chosen groups, all of which are resident, and store their pairs' contributions."""
@@ -123,9 +126,9 @@ class LayerRunner:
         flat = work.partials.view(-1, self._geometry.hidden)
         for group in chosen.tolist():
             expert = self._codec.decode(self._slots.row(int(work.keys[group])), self._expert)
-            pairs = torch.from_numpy(work.groups.of(group))
-            y = self._ops.expert_ffn(work.x[pairs // top_k], expert, clamp=self._geometry.clamp)
-            flat[pairs] = y
+            pairs = work.groups.of(group)
+            x = work.x[torch.from_numpy(pairs // top_k)]
+            flat[torch.from_numpy(pairs)] = self._ops.expert_ffn(x, expert, clamp=self._geometry.clamp)
 
     def _fetch_and_compute(self, work: _Work, absent: np.typing.NDArray[np.intp]) -> None:
         """Make the absent groups resident in as many rounds as the pool needs, and compute each round.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -77,30 +77,38 @@ class StepResult(Generic[T]):
 
 @dataclass(slots=True)
 class StepState:
-    """Counts and marks of one step. `touched`: keys whose use the eviction policy has been told about."""
+    """Counts of one step."""
 
     tokens: StepTokens
     epoch: int
-    touched: set[int] = field(default_factory=set)
     routed_pairs: int = 0
     missed_pairs: int = 0
     replay_routed_pairs: int = 0
     replay_missed_pairs: int = 0
-    heat: list[tuple[int, IntArray, IntArray]] = field(default_factory=list)  # layer, experts, pairs
+    routes: list[Route] = field(default_factory=list)  # of the pass whose result the step returned
+
+
+class Route(NamedTuple):
+    """Where one layer of a pass sent its live tokens: experts int64 [G] distinct, pairs int64 [G]."""
+
+    layer: int
+    experts: IntArray
+    pairs: IntArray
 
 
 @dataclass(slots=True)
 class PassState:
     """Everything one forward pass learns. A new pass starts with a new one: nothing is pinned for longer.
 
-    used: keys the pass computed with. missed: key -> weight of those it left out (replay mode).
+    used: key -> weight of the rows the pass computed with. missed: the same of those it left out (replay mode).
     failures: key -> reason of rows that could not be read (inline mode), failed_tokens: bool [count].
     """
 
     mode: PassMode
     first: bool
     step: StepState
-    used: set[int] = field(default_factory=set)
+    routes: list[Route] = field(default_factory=list)
+    used: dict[int, float] = field(default_factory=dict)
     missed: dict[int, float] = field(default_factory=dict)
     missing_pairs: int = 0
     failures: dict[int, str] = field(default_factory=dict)

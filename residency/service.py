@@ -17,7 +17,7 @@ from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.account import Account
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, NoConsensus
-from ziggurat.residency.fetch import Fetcher
+from ziggurat.residency.fetch import Entry, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
@@ -197,7 +197,7 @@ class ExpertService:
         hottest = dict(ranked[: self.slots.slots])
         epoch = self.cache.open_epoch()
         try:
-            outcome = self._fetcher.fetch(hottest, blocked=(), epoch=epoch, seed=True)
+            outcome = self._fetcher.fetch(hottest, blocked=(), epoch=epoch, entry=Entry.SEED)
         finally:
             self.cache.close_epoch(epoch)
         # Rows that the pool has come last in the arena: they are wanted there only once they lose their slot.
@@ -253,8 +253,8 @@ class ExpertService:
 
     def _finish(self, step: StepState, result: StepResult[T]) -> None:
         self._steps += 1
-        for layer, experts, pairs in step.heat:
-            self.heat.add(layer, experts, pairs)
+        for route in step.routes:
+            self.heat.add(route.layer, route.experts, route.pairs)
         self.heat.advance()
         self.slots.policy.advance()
         self.cache.advance()

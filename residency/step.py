@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from ziggurat.residency.consensus import Consensus
-from ziggurat.residency.fetch import Fetcher
+from ziggurat.residency.fetch import Entry, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.passes import (
     BoolArray,
@@ -85,6 +85,7 @@ class StepRunner:
         self._arm(state)
         value = forward(PassPath.EAGER)
         failures, failed_tokens = self._agree_on_failures(state)
+        step.routes = state.routes
         return StepResult(
             value,
             "failed" if failures else outcome,
@@ -101,13 +102,20 @@ class StepRunner:
             self._arm(state)
             value = forward(PassPath.GRAPH)
             if self._consensus.sum(state.missing_pairs) == 0:
+                self._accept(state)
                 return StepResult(value, "clean" if passes == 1 else "replayed", passes, step.missed_pairs)
             if self._tolerated(state):
+                self._accept(state)
                 self._fetch_for_later(state)
                 return StepResult(value, "tolerated", passes, step.missed_pairs)
             if passes > self._settings.max_replays or not self._repair(state):
                 break
         return self._run_inline(forward, step, passes, "exact")
+
+    def _accept(self, state: PassState) -> None:
+        """The step returns this replay pass's result, so its routing is the one that counts."""
+        self._slots.touch(state.used)
+        state.step.routes = state.routes
 
     def _tolerated(self, state: PassState) -> bool:
         if not self._settings.replay_enabled:
@@ -125,7 +133,9 @@ class StepRunner:
         fits = len(state.used) + len(state.missed) <= self._slots.slots
         if self._consensus.sum(int(not fits)):
             return False
-        outcome = self._fetcher.fetch(state.missed, blocked=state.used, epoch=state.step.epoch)
+        outcome = self._fetcher.fetch(
+            state.missed, blocked=state.used, epoch=state.step.epoch, entry=Entry.UNPROVEN
+        )
         # A row that failed is tried once more by the inline pass, which knows the tokens that need it.
         return self._consensus.sum(len(state.missed) - len(outcome.arrived)) == 0
 

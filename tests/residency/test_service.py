@@ -15,7 +15,7 @@ from support.wrapped_packs import WrappedPack
 from ziggurat.allocators.pool import CpuPool
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.residency.consensus import LocalConsensus, NoConsensus
-from ziggurat.residency.heat import HeatKey, HeatMap, load_heat
+from ziggurat.residency.heat import HALF_LIFE_STEPS, HeatKey, HeatMap, load_heat
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import PassMode
 from ziggurat.residency.runtime_errors import GeometryMismatchError
@@ -135,14 +135,23 @@ def test_a_damaged_heat_file_does_not_stop_a_start(
         Passes(model, service).step(model.inputs(1))
 
 
-def test_heat_counts_the_routed_pairs_of_first_passes(packs: FakePacks, model: FakeModel) -> None:
-    with tiers(packs, slots=4, miss={"mode": "replay"}) as service:
-        counted = HeatMap(4, EXPERTS)
-        x = model.inputs(3)
+@pytest.mark.parametrize("miss", [{"mode": "inline"}, {"mode": "replay", "max_replays": 1}], ids=str)
+def test_heat_is_the_routing_of_the_all_resident_model(
+    packs: FakePacks, model: FakeModel, miss: dict[str, Any]
+) -> None:
+    x = model.inputs(3)
+    counts = torch.zeros(4, EXPERTS)
+
+    def moe(layer: int, h: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        counts[layer] += torch.bincount(ids.flatten(), minlength=EXPERTS)
+        return packs.resident()(layer, h, weights, ids)
+
+    model.forward(x, moe)
+    with tiers(packs, slots=30, miss=miss) as service:
         result = Passes(model, service).step(x, padding=4)
-        assert result.passes > 1
-        assert service.heat.counts.sum() == pytest.approx(4 * 3 * 3, rel=1e-2)
-        assert counted.counts.shape == service.heat.counts.shape
+        assert (result.passes > 1) == (service.mode is PassMode.REPLAY)
+        half_life = HALF_LIFE_STEPS
+        assert torch.allclose(torch.from_numpy(service.heat.counts), counts.double() * 0.5 ** (1 / half_life))
 
 
 # -- pausing and closing -------------------------------------------------------------------------------------------

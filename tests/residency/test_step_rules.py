@@ -97,6 +97,17 @@ def test_a_repair_does_not_evict_what_the_pass_used(packs: FakePacks, eviction: 
         assert {L0 + 0, L0 + 1, L0 + 2} <= keys(service)
 
 
+@pytest.mark.parametrize("eviction", ["lru", "lfu-decay"])
+def test_what_only_a_wrong_pass_wanted_is_coldest_and_leaves_no_heat(packs: FakePacks, eviction: str) -> None:
+    wrong = [routed(0, 1, 2), routed(3, 4, 5)]
+    right = [routed(0, 1, 2), routed(6, 7, 8)]
+    with tiers(packs, slots=12, miss=REPLAY, eviction=eviction) as service:
+        assert Script(service, wrong, right).run().outcome == "replayed"
+        assert {3 + L1, 4 + L1, 5 + L1} == set(service.slots.policy.order()[-3:])
+        assert {key for key, _ in service.heat.order()} == {L0 + 0, L0 + 1, L0 + 2, L1 + 6, L1 + 7, L1 + 8}
+        assert service.cache.holds(L1 + 3), "the arena keeps it: it may well be wanted again"
+
+
 def test_what_cannot_fit_is_not_fetched_before_the_exact_pass(packs: FakePacks) -> None:
     pack = WrappedPack(packs.open())
     with tiers(packs, slots=5, miss=REPLAY, pack=pack) as service:
