@@ -44,7 +44,8 @@ def _silu(gate: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     with np.errstate(over="ignore", invalid="ignore"):
         divisor = np.exp(-np.ascontiguousarray(gate))
         divisor += 1
-        return np.divide(gate, divisor, dtype=np.float32)
+        result: npt.NDArray[np.float32] = np.divide(gate, divisor)
+    return result
 
 
 def combine(partials: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
