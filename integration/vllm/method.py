@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from ziggurat.integration.vllm.tiered import TieredModel
 
 
-@functools.cache
 def _cpu_select_experts() -> Any | None:
     """vLLM 0.24's CPU routing. Its modular path needs an operator that the CPU build lacks; 0.32 has a CPU router."""
     if not current_platform.is_cpu():
@@ -24,6 +22,10 @@ def _cpu_select_experts() -> Any | None:
     except ImportError:
         return None
     return select_experts
+
+
+# Resolved here, since torch.compile traces through the methods below and cannot trace an import.
+_SELECT_EXPERTS = _cpu_select_experts()
 
 
 class TieredMoEMethod(FusedMoEMethodBase):
@@ -37,7 +39,7 @@ class TieredMoEMethod(FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:
-        return _cpu_select_experts() is not None
+        return _SELECT_EXPERTS is not None
 
     def maybe_roundup_sizes(
         self,
@@ -81,9 +83,8 @@ class TieredMoEMethod(FusedMoEMethodBase):
     def apply_monolithic(
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        select_experts = _cpu_select_experts()
-        assert select_experts is not None
-        topk_weights, topk_ids = select_experts(
+        assert _SELECT_EXPERTS is not None
+        topk_weights, topk_ids = _SELECT_EXPERTS(
             hidden_states=x,
             router_logits=router_logits,
             top_k=layer.top_k,
