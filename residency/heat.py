@@ -81,24 +81,25 @@ class HeatMap:
 
 @dataclass(frozen=True, slots=True)
 class HeatNote:
-    """Whether a heat file was read or written, and why not."""
+    """Whether a heat file was read or written, and why not. problem: something that an operator should look at."""
 
     done: bool
     reason: str
+    problem: bool = False
 
 
 def load_heat(path: Path, key: HeatKey, heat: HeatMap) -> HeatNote:
     """Fill `heat` from a file. A file that is absent, damaged or about something else is ignored with a reason."""
     found = _read(path, key)
     if isinstance(found, str):
-        return HeatNote(False, found)
+        return HeatNote(False, found, problem=path.exists())
     heat.counts[:] = found
     heat.seeded = True
     return HeatNote(True, f"{heat.known()} experts with heat from {path}")
 
 
 def save_heat(path: Path, key: HeatKey, heat: HeatMap) -> HeatNote:
-    """Replace the file at `path` atomically.
+    """Replace the file at `path` atomically; its folder is made if it is not there.
 
     Refused, with a reason, when `heat` does not continue that file and knows fewer experts than it: a fresh boot
     must not throw away what longer runs learned. A failing disk is a reason too, never an error.
@@ -114,7 +115,7 @@ def save_heat(path: Path, key: HeatKey, heat: HeatMap) -> HeatNote:
     try:
         _replace(path, save({"heat": counts}, metadata))
     except OSError as error:
-        return HeatNote(False, f"{path} cannot be written: {error.strerror or error}")
+        return HeatNote(False, f"{path} cannot be written: {error.strerror or error}", problem=True)
     heat.seeded = True
     return HeatNote(True, f"{heat.known()} experts with heat to {path}")
 
@@ -144,6 +145,7 @@ def _read(path: Path, key: HeatKey) -> npt.NDArray[np.float64] | str:
 def _replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class ExpertService:
         self._in_step = False
         self._closed = False
         self._steps = 0
+        self._logged: set[str] = set()
         self._preheater: Preheater | None = None
 
         order = None
@@ -189,7 +192,7 @@ class ExpertService:
         """
         note = HeatNote(False, "heat is switched off")
         if self._heat_path is not None:
-            note = load_heat(self._heat_path, self._heat_key, self.heat)
+            note = self._log(load_heat(self._heat_path, self._heat_key, self.heat))
         ranked = self.heat.order() if self._config.heat.warm_start else []
         if self.slots.slots >= self.geometry.rows:
             known = dict(ranked)
@@ -231,10 +234,10 @@ class ExpertService:
             self._preheater.wait()
 
     def save_heat(self) -> HeatNote:
-        """Write the heat file now."""
+        """Write the heat file now. A disk that refuses it is logged once, and is no error."""
         if self._heat_path is None:
             return HeatNote(False, "heat is switched off")
-        return save_heat(self._heat_path, self._heat_key, self.heat)
+        return self._log(save_heat(self._heat_path, self._heat_key, self.heat))
 
     def close(self) -> None:
         """Join background work, save heat, close pack and arena. May be called twice."""
@@ -247,6 +250,12 @@ class ExpertService:
         self._pack.close()
         self._arena.close()
         self.slots.pool.close()
+
+    def _log(self, note: HeatNote) -> HeatNote:
+        if note.problem and note.reason not in self._logged:
+            self._logged.add(note.reason)
+            logger.warning("heat: %s", note.reason)
+        return note
 
     def _arm(self, state: PassState | None) -> None:
         self._state = state

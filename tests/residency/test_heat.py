@@ -168,9 +168,14 @@ def test_a_run_that_continues_the_file_or_knows_more_replaces_it(tmp_path: Path)
 
 
 def test_a_folder_that_cannot_be_written_is_a_reason_not_an_error(tmp_path: Path) -> None:
-    note = save_heat(tmp_path / "missing" / "heat", KEY, warm(*FULL))
-    assert not note.done
+    (tmp_path / "file").touch()
+    note = save_heat(tmp_path / "file" / "heat", KEY, warm(*FULL))
+    assert (note.done, note.problem) == (False, True)
     assert "cannot be written" in note.reason
+
+
+def test_the_folder_is_made(tmp_path: Path) -> None:
+    assert save_heat(tmp_path / "new" / "folder" / "heat", KEY, warm(*FULL)).done
 
 
 def test_a_crash_while_saving_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,14 @@ def test_a_damaged_heat_file_does_not_stop_a_start(
         Passes(model, service).step(model.inputs(1))
 
 
+def test_heat_that_cannot_be_written_is_logged_once_and_harms_nothing(
+    packs: FakePacks, model: FakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    run_some(packs, model, tmp_path / "file", heat={"save_every_steps": 1})
+    assert len([record for record in caplog.records if "cannot be written" in record.message]) == 1
+
+
 @pytest.mark.parametrize("miss", [{"mode": "inline"}, {"mode": "replay", "max_replays": 1}], ids=str)
 def test_heat_is_the_routing_of_the_all_resident_model(
     packs: FakePacks, model: FakeModel, miss: dict[str, Any]
