@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from support.checkpoints import write_checkpoint
+from support.checkpoints import SizeArgs, write_checkpoint
 from support.verbatim import VerbatimEncoder
 from ziggurat.stores.builder import build_pack
 from ziggurat.stores.checkpoint import Checkpoint
 
-SMALL = {"layers": 2, "experts": 3, "top_k": 2, "hidden": 96, "intermediate": 32, "vocab": 64}
+SMALL: SizeArgs = {"layers": 2, "experts": 3, "top_k": 2, "hidden": 96, "intermediate": 32, "vocab": 64}
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.checkpoints import Layout, write_checkpoint
+from support.checkpoints import Layout, SizeArgs, write_checkpoint
 from support.verbatim import VerbatimEncoder
 from ziggurat.stores.builder import build_pack
 from ziggurat.stores.checkpoint import Checkpoint
@@ -159,7 +159,14 @@ print(json.dumps(results))
 
 
 def test_memory_stays_within_the_bound(small_model: Path, tmp_path: Path) -> None:
-    sizes = {"layers": 10, "experts": 24, "top_k": 2, "hidden": 256, "intermediate": 160, "vocab": 64}
+    sizes: SizeArgs = {
+        "layers": 10,
+        "experts": 24,
+        "top_k": 2,
+        "hidden": 256,
+        "intermediate": 160,
+        "vocab": 64,
+    }
     layouts: tuple[Layout, ...] = ("per-expert", "fused")
     for layout in layouts:
         write_checkpoint(tmp_path / layout, layout=layout, **sizes)

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.checkpoints import write_checkpoint
+from support.checkpoints import Layout, SizeArgs, write_checkpoint
 from support.progress import Recorder
 from support.verbatim import VerbatimEncoder, verbatim_row
-from ziggurat.stores import buildfile
 from ziggurat.stores.builder import build_pack, default_threads, expected_header, peak_bytes
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.errors import (
@@ -401,7 +400,7 @@ def test_an_io_error_while_writing(
     def failing(fd: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(buildfile.os, "fdatasync", failing)
+    monkeypatch.setattr(os, "fdatasync", failing)
     with pytest.raises(PackWriteError, match="Input/output error"):
         build_pack(small, VerbatimEncoder(small), tmp_path)
     assert snapshot(tmp_path) == {}
@@ -451,9 +450,9 @@ def test_peak_bytes(small: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("layout", ["per-expert", "fused"])
-def test_layouts_give_the_same_rows(tmp_path: Path, layout: str) -> None:
-    sizes = {"layers": 2, "experts": 3, "top_k": 2, "hidden": 96, "intermediate": 32, "vocab": 64}
-    write_checkpoint(tmp_path / "model", layout=layout, shards=2, **sizes)  # type: ignore[arg-type]  # literals
+def test_layouts_give_the_same_rows(tmp_path: Path, layout: Layout) -> None:
+    sizes: SizeArgs = {"layers": 2, "experts": 3, "top_k": 2, "hidden": 96, "intermediate": 32, "vocab": 64}
+    write_checkpoint(tmp_path / "model", layout=layout, shards=2, **sizes)
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         (path,) = build_pack(checkpoint, VerbatimEncoder(checkpoint), tmp_path)
         pack = Pack.open(path)

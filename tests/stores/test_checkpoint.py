@@ -13,13 +13,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from support.checkpoints import Format, Kind, Written, expert_name, save_shards, write_checkpoint
+from support.checkpoints import Format, Kind, SizeArgs, Written, expert_name, save_shards, write_checkpoint
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.errors import CheckpointError
 from ziggurat.stores.shards import INDEX_FILE, SINGLE_FILE
 from ziggurat.stores.stored import StoredWeight
 
-SIZES = {"layers": 3, "experts": 3, "top_k": 2, "hidden": 96, "intermediate": 64, "vocab": 32}
+SIZES: SizeArgs = {"layers": 3, "experts": 3, "top_k": 2, "hidden": 96, "intermediate": 64, "vocab": 32}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -119,7 +119,8 @@ def same_weights(a: Checkpoint, b: Checkpoint) -> None:
 
 
 def test_fused_orientation_that_shapes_cannot_tell(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, layout="fused", **{**SIZES, "hidden": 128})
+    square: SizeArgs = {**SIZES, "hidden": 128}
+    write_checkpoint(tmp_path, layout="fused", **square)
     with pytest.raises(CheckpointError, match=r"gate_up_proj is \[3, 128, 128\].*ambiguous"):
         Checkpoint.open(tmp_path)
 
@@ -210,7 +211,8 @@ def test_fp8_scales_of_other_types(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_tensors_behind_the_main_layers_are_no_main_experts(tmp_path: Path) -> None:
-    written = write_checkpoint(tmp_path, "deepseek3", mtp_layers=1, **SIZES)
+    sizes: SizeArgs = {**SIZES, "mtp_layers": 1}
+    written = write_checkpoint(tmp_path, "deepseek3", **sizes)
     behind = "model.layers.3.mlp.experts.0.up_proj.weight"
     assert behind in written.tensors
     with Checkpoint.open(tmp_path) as checkpoint:

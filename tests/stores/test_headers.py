@@ -32,7 +32,7 @@ def write(folder: Path, header: Any, data: bytes = b"", length: int | None = Non
     return path
 
 
-def entry(dtype: str = "U8", shape: Any = (4,), offsets: Any = (0, 4), **more: Any) -> dict[str, Any]:
+def entry(dtype: Any = "U8", shape: Any = (4,), offsets: Any = (0, 4), **more: Any) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
 
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.checkpoints import write_checkpoint
+from support.checkpoints import SizeArgs, write_checkpoint
 from ziggurat.stores import identity
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.headers import read_header
 from ziggurat.stores.identity import PAGE, SAMPLED_PAGES, WHOLE_BELOW, checkpoint_identity, sample_offsets
 from ziggurat.stores.shards import INDEX_FILE, SINGLE_FILE
 
-SIZES = {"layers": 2, "experts": 2, "top_k": 1, "hidden": 64, "intermediate": 32, "vocab": 32}
+SIZES: SizeArgs = {"layers": 2, "experts": 2, "top_k": 1, "hidden": 64, "intermediate": 32, "vocab": 32}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from safetensors.torch import save_file
@@ -56,6 +56,22 @@ class Sizes:
     mtp_layers: int = 0  # extra layers behind the main ones, with expert tensors
 
 
+class SizeArgs(TypedDict, total=False):
+    """`Sizes` as keyword arguments."""
+
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    first_dense: int
+    mtp_layers: int
+
+
 @dataclass
 class _Writer:
     kind: Kind
@@ -74,7 +90,7 @@ class _Writer:
         return _DTYPES.get(self.format, torch.bfloat16)
 
     def random(self, rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=self.generator) * (gain / columns**0.5)
+        return torch.randn(rows, columns, generator=self.generator).mul(gain / columns**0.5)
 
     def put(self, name: str, value: torch.Tensor) -> None:
         self.tensors[name] = value.to(self.dtype).contiguous()
@@ -96,7 +112,7 @@ def write_checkpoint(
     gate: float = 3.0,
     tokenizer: Path | None = None,
     config: Mapping[str, Any] | None = None,
-    **sizes: int,
+    **sizes: Unpack[SizeArgs],
 ) -> Written:
     """Write a checkpoint folder; the same arguments write the same bytes.
 
