@@ -11,14 +11,13 @@ import torch
 
 from ziggurat.kernels.codecs.base import DecodedExpert, ExpertSource, Section
 from ziggurat.kernels.codecs.expert import opened_expert, row_arrays, row_payload
+from ziggurat.kernels.codecs.rounding import bf16_rows
 from ziggurat.kernels.codecs.workers import run_all
-from ziggurat.kernels.errors import WeightRangeError
-from ziggurat.kernels.formats import F64, U16
+from ziggurat.kernels.formats import U16
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.kernels.sources import SourceArrays
 
-_WEIGHTS = 1 << 16
-_INFINITY: Final = 0x7F80
+_WEIGHTS = 1 << 18
 
 
 class Bf16Codec:
@@ -74,33 +73,6 @@ class Bf16Codec:
 def _encode_rows(
     source: SourceArrays, first: int, last: int, targets: list[tuple[slice, slice, U16]]
 ) -> None:
-    if source.format == "bf16":
-        bits = source.bits[first:last].view(np.uint16)
-        bad = (bits & 0x7FFF) >= _INFINITY
-        if bad.any():
-            source.refuse_elements(first, bad)
-    else:
-        bits = bf16_bits(source.values(first, last))
-        bad = (bits & 0x7FFF) >= _INFINITY
-        if bad.any():
-            raise WeightRangeError(
-                source.name, "a weight is beyond bfloat16's range; check the tensor's scales"
-            )
+    bits = bf16_rows(source, first, last)
     for rows, cols, out in targets:
         out[...] = bits[rows, cols]
-
-
-def bf16_bits(values: F64) -> U16:
-    """Bits of the nearest bfloat16, ties to even, straight from float64; infinity where it overflows.
-
-    Going through float32 would round twice.
-    """
-    bits = np.abs(values).view(np.uint64)
-    kept = 52 - 7
-    rounded = (bits + ((1 << (kept - 1)) - 1) + ((bits >> kept) & 1)) >> kept
-    normal = np.clip(rounded.astype(np.int64) - ((1023 - 127) << 7), 0, _INFINITY)
-    small = np.abs(values) < 2.0**-126
-    if small.any():
-        normal[small] = np.rint(np.ldexp(np.abs(values[small]), 133)).astype(np.int64)
-    sign = np.signbit(values).astype(np.uint16) << 15
-    return normal.astype(np.uint16) | sign

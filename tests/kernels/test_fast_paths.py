@@ -16,7 +16,9 @@ from ziggurat.kernels.codecs.fp8 import fp8_chunks, is_fast_fp8
 from ziggurat.kernels.codecs.grid import FP4_GRID, W2_GRID, Grid
 from ziggurat.kernels.codecs.nvfp4 import is_fast_nvfp4, nvfp4_chunks
 from ziggurat.kernels.codecs.quantizers import quantizer_of
+from ziggurat.kernels.codecs.rounding import bf16_bits, bf16_rows
 from ziggurat.kernels.codecs.tiled import Quantizer
+from ziggurat.kernels.errors import NonFiniteWeightError, WeightRangeError
 from ziggurat.kernels.sources import SourceArrays
 
 GRIDS = {"w2": W2_GRID, "fp4": FP4_GRID}
@@ -185,3 +187,39 @@ def test_a_part_of_the_rows_is_that_part_of_the_whole(format: str) -> None:
     complete = np.concatenate(list(pieces_of(quantizer, arrays, 0, 96)))
     middle = np.concatenate(list(pieces_of(quantizer, arrays, 32, 80)))
     np.testing.assert_array_equal(middle, complete[2:5])
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), format=st.sampled_from(source.FORMATS))
+def test_bf16_rounding_is_that_of_the_exact_number(seed: int, format: str) -> None:
+    rng = np.random.default_rng(seed)
+    arrays = SourceArrays(
+        source.awkward_weight(rng, format, 16 * int(rng.integers(1, 4)), 32 * int(rng.integers(1, 8)))
+    )
+    np.testing.assert_array_equal(bf16_rows(arrays, 0, arrays.rows), bf16_bits(arrays.values(0, arrays.rows)))
+    np.testing.assert_array_equal(bf16_rows(arrays, 5, 13), bf16_bits(arrays.values(5, 13)))
+
+
+def test_float32_ties_and_their_neighbours_round_to_bf16() -> None:
+    """Half-way patterns at every exponent, one off on both sides, and the largest that does not overflow."""
+    high = np.arange(0, 0x7F80, 5)[:, None] << 16
+    low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = np.concatenate([(high | low).ravel(), [0x7F7F7FFF]])
+    bits = bits[bits <= 0x7F7F7FFF]
+    bits = np.resize(bits, (bits.size // 32, 32))
+    bits[::2] |= 0x80000000
+    arrays = SourceArrays(source.from_bits("f32", bits))
+    np.testing.assert_array_equal(bf16_rows(arrays, 0, arrays.rows), bf16_bits(arrays.values(0, arrays.rows)))
+    over = SourceArrays(source.from_bits("f32", np.full((1, 32), 0x7F7F8000), "over"))
+    with pytest.raises(WeightRangeError, match="tensor over"):
+        bf16_rows(over, 0, 1)
+    for nan in (0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0xFFFFFFFF, 0xFF800000):
+        with pytest.raises(NonFiniteWeightError, match="tensor nan"):
+            bf16_rows(SourceArrays(source.from_bits("f32", np.full((1, 32), nan), "nan")), 0, 1)
+
+
+def test_every_bf16_value_survives_float64() -> None:
+    finite = np.arange(65536)
+    finite = finite[(finite & 0x7F80) != 0x7F80]
+    values = SourceArrays(source.from_bits("bf16", finite[:, None])).values(0, finite.size)
+    np.testing.assert_array_equal(bf16_bits(values).ravel(), finite)
