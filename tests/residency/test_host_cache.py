@@ -78,6 +78,16 @@ def test_a_full_cache_evicts_by_policy(packs: FakePacks) -> None:
     assert rig.cache.evictions == 1
 
 
+def test_evictions_do_not_depend_on_the_order_of_arrival(packs: FakePacks) -> None:
+    orders = []
+    for backwards in (False, True):
+        rig = Rig(packs, places=8, staging=1)
+        rig.pack.backwards = backwards
+        rig.get([5, 9, 1, 7])
+        orders.append(rig.cache.policy.order())
+    assert orders == [[7, 1, 9, 5]] * 2
+
+
 def test_more_rows_than_places_go_through_in_rounds(packs: FakePacks) -> None:
     rig = Rig(packs, places=3, staging=1)
     assert set(rig.get(range(20)).values()) == {"pack"}

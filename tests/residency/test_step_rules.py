@@ -108,6 +108,20 @@ def test_what_only_a_wrong_pass_wanted_is_coldest_and_leaves_no_heat(packs: Fake
         assert service.cache.holds(L1 + 3), "the arena keeps it: it may well be wanted again"
 
 
+@pytest.mark.parametrize("eviction", ["lru", "lfu-decay"])
+def test_the_disk_s_timing_changes_nothing(packs: FakePacks, model: FakeModel, eviction: str) -> None:
+    """Slots, evictions and counts are the same when every batch arrives backwards."""
+    seen = []
+    for backwards in (False, True):
+        pack = WrappedPack(packs.open())
+        pack.backwards = backwards
+        with tiers(packs, slots=14, places=9, miss=REPLAY, eviction=eviction, pack=pack) as service:
+            run = Passes(model, service)
+            counts = [run.step(model.inputs(2, seed=seed)).misses_first_pass for seed in range(6)]
+            seen.append((counts, service.slots.table.numpy.tolist(), service.slots.policy.order(), pack.log))
+    assert seen[0] == seen[1]
+
+
 def test_what_cannot_fit_is_not_fetched_before_the_exact_pass(packs: FakePacks) -> None:
     pack = WrappedPack(packs.open())
     with tiers(packs, slots=5, miss=REPLAY, pack=pack) as service:

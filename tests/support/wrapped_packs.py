@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from ziggurat.stores.pack import RowRequest, RowResult
 class WrappedPack:
     """log: keys in the order they were asked for. failing: key -> "io" or "checksum"; such a row's bytes are
     garbage, as after a torn read. before(key): called when a row's bytes have arrived, before anyone is told.
+    backwards: rows arrive in the opposite order of that in which they were asked for.
     """
 
     def __init__(self, pack: RowPack) -> None:
@@ -22,6 +23,7 @@ class WrappedPack:
         self.log: list[int] = []
         self.failing: dict[int, str] = {}
         self.before: Callable[[int], None] = lambda key: None
+        self.backwards = False
         self.closed = False
 
     def read_rows(self, wanted: Sequence[RowRequest]) -> Generator[RowResult, None, None]:
@@ -29,11 +31,16 @@ class WrappedPack:
         buffers = {(r.layer, r.expert): r.buffer for r in wanted}
         self.log += keys.values()
         with closing(self.pack.read_rows(wanted)) as results:
-            yield from self._results(results, keys, buffers)
+            yield from self._results(self._ordered(results, list(keys)), keys, buffers)
+
+    def _ordered(self, results: Iterable[RowResult], asked: list[tuple[int, int]]) -> Iterable[RowResult]:
+        if not self.backwards:
+            return results
+        return sorted(results, key=lambda result: -asked.index((result.layer, result.expert)))
 
     def _results(
         self,
-        results: Generator[RowResult, None, None],
+        results: Iterable[RowResult],
         keys: dict[tuple[int, int], int],
         buffers: dict[tuple[int, int], memoryview],
     ) -> Generator[RowResult, None, None]:
