@@ -244,6 +244,7 @@ class _Planner:
                 f"raise tiers.host.size to {self.arena_floor} rows, set it to 0, or lower tiers.disk.readers",
                 f"a place for each read in flight{self._of_rank(smallest)}",
             )
+        yield from self._asked_arena_checks(ranks)
         yield from self._memory_checks(ranks)
         if kind == "pinned" and self.machine.memlock is not None:
             largest = max(ranks, key=lambda one: one.arena_bytes)
@@ -280,6 +281,24 @@ class _Planner:
             f"raise tiers.device.size to {format_bytes(self.pool_floor * self.stride)} or more",
             f"{format_bytes(self.stride)} a row{self._of_rank(smallest)}",
         )
+
+    def _asked_arena_checks(self, ranks: tuple[RankPlan, ...]) -> Iterable[Check]:
+        """Bytes asked for that no memory limit allows are a mistake, also where fewer hold every expert."""
+        size, share = self.host.size, self.share
+        if size.kind != "bytes" or share is None or self.host.on_limit == "shrink":
+            return
+        asked = int(size.amount)
+        if asked > share and asked > max(one.arena_bytes for one in ranks):
+            yield Check(
+                "arena size",
+                asked,
+                share,
+                "bytes",
+                "tiers.host.size",
+                f"lower tiers.host.size ({format_bytes(self.total * self.stride)} hold every expert) "
+                "or set tiers.host.on_limit: shrink",
+                "each rank's tiers.host.size against its share of the memory that may be used",
+            )
 
     def _memory_checks(self, ranks: tuple[RankPlan, ...]) -> Iterable[Check]:
         arena = sum(one.arena_bytes for one in ranks)

@@ -341,3 +341,17 @@ def test_an_accepted_plan_keeps_every_limit_and_a_refused_one_is_short_by_exactl
             assert check.short_by == check.needed - check.have > 0
             assert check.key.startswith("tiers.")
             assert check.key in check.line()
+
+
+def test_asking_for_more_arena_than_memory_is_refused_even_if_the_model_needs_less() -> None:
+    small = ModelFacts(layers=6, experts=32, top_k=4, hidden=256, intermediate=128)
+    tight = machine(memory_available=8 << 30)
+    result = plan(config(host="100 GiB"), small, ROW, machine=tight)
+    [check] = result.short
+    assert check.key == "tiers.host.size"
+    assert check.needed == 100 << 30
+    assert check.short_by == (100 << 30) - check.have
+    with pytest.raises(BudgetError, match=r"arena size: needs 100\.00 GiB .* short by .* tiers\.host\.size"):
+        result.require()
+    assert plan(config(host="100 GiB", host_extra={"on_limit": "shrink"}), small, ROW, machine=tight).ok
+    assert plan(config(host="4 GiB"), small, ROW, machine=tight).ok
