@@ -17,6 +17,7 @@ from ziggurat.kernels.codecs.expert import opened_expert, row_arrays, row_payloa
 from ziggurat.kernels.codecs.grid import Grid
 from ziggurat.kernels.codecs.layout import (
     TILE_K,
+    TILE_ROWS,
     write_scales,
     write_words,
 )
@@ -33,6 +34,8 @@ Quantizer = Callable[[SourceArrays, int, int, bool, Grid], Iterator[tuple[int, i
 
 #: Rows of one task: one row of blocks of the usual 128 x 128 FP8 checkpoints.
 _TASK_ROWS = 128
+#: Rows of a tensor from which on a wrong zero mode is worth avoiding.
+_GUESS_FROM = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,6 @@ class TiledCodec(ABC):
 
     Attributes:
         grid: the values a code can stand for.
-        quantizers: by source format.
     """
 
     name: str
@@ -109,28 +111,43 @@ class TiledCodec(ABC):
         rank_geometry = whole.shard(tp_size)
         rows = row_arrays(outs, tp_size, self.row_bytes(rank_geometry))
         targets = self._targets(rank_geometry, rows)
-        pending = [(i, False) for i in range(len(sources))]
+        quantizers = [self.quantizer(source) for source in sources]
+        pending = [(i, self._guess_zero_mode(sources[i], quantizers[i])) for i in range(len(sources))]
         while pending:
             jobs = [
-                (i, partial(self._encode_rows, sources[i], first, last, alternate, targets[i]))
+                (i, partial(self._encode_rows, quantizers[i], sources[i], first, last, alternate, targets[i]))
                 for i, alternate in pending
                 for first, last in _tasks(sources[i].rows, targets[i])
             ]
             counts = np.zeros((len(sources), 2), np.int64)
             for (i, _), zeros in zip(jobs, run_all([job for _, job in jobs]), strict=True):
                 counts[i] += zeros
-            # A tensor's zeros are known only when it is done; one whose zeros alternate is quantized again.
+            # A tensor's zeros are known only when it is done; if the guess was wrong it is quantized again.
             pending = [
-                (i, True)
-                for i, alternate in pending
-                if not alternate and not self.grid.has_zero and zeros_alternate(*counts[i].tolist())
+                (i, not alternate) for i, alternate in pending if alternate != self._alternates(*counts[i])
             ]
 
+    def _alternates(self, positive: int, negative: int) -> bool:
+        return not self.grid.has_zero and zeros_alternate(positive, negative)
+
+    def _guess_zero_mode(self, source: SourceArrays, quantizer: Quantizer) -> bool:
+        """What the first rows of a large tensor say; a small one is quickly done again."""
+        if self.grid.has_zero or source.rows < _GUESS_FROM:
+            return False
+        return self._alternates(*self._encode_rows(quantizer, source, 0, TILE_ROWS, False, ()))
+
     def _encode_rows(
-        self, source: SourceArrays, start: int, stop: int, alternate: bool, targets: Sequence[_Target]
+        self,
+        quantizer: Quantizer,
+        source: SourceArrays,
+        start: int,
+        stop: int,
+        alternate: bool,
+        targets: Sequence[_Target],
     ) -> tuple[int, int]:
+        """Quantize rows into their targets; how many are exactly zero, by sign bit."""
         positive = negative = 0
-        for first, last, part in self.quantizer(source)(source, start, stop, alternate, self.grid):
+        for first, last, part in quantizer(source, start, stop, alternate, self.grid):
             positive += part.positive_zeros
             negative += part.negative_zeros
             for target in targets:
