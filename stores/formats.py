@@ -9,7 +9,7 @@ from ziggurat.stores.headers import TensorInfo
 from ziggurat.stores.stored import WeightFormat
 
 _PLAIN: dict[str, WeightFormat] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
-_BLOCK_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+_BLOCK_SCALES = ("F32", "BF16", "F8_E8M0")
 NVFP4_BLOCK = 16
 MXFP4_BLOCK = 32
 

@@ -57,6 +57,7 @@ def _file_digest(header: FileHeader) -> bytes:
     try:
         fd = os.open(header.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead around single pages
             for offset, length in sample_offsets(header.data_bytes):
                 piece = os.pread(fd, length, header.data_start + offset)
                 if len(piece) != length:

@@ -154,10 +154,19 @@ with Checkpoint.open(Path(sys.argv[2])) as checkpoint:
 
 
 def test_memory_stays_within_the_bound(small_model: Path, tmp_path: Path) -> None:
-    sizes: SizeArgs = {"layers": 10, "experts": 24, "top_k": 2, "hidden": 256, "intermediate": 160, "vocab": 64}
+    sizes: SizeArgs = {
+        "layers": 10,
+        "experts": 24,
+        "top_k": 2,
+        "hidden": 256,
+        "intermediate": 160,
+        "vocab": 64,
+    }
     write_checkpoint(tmp_path / "model", **sizes)
     places = [str(TESTS), str(tmp_path / "model"), str(tmp_path / "packs"), str(small_model)]
-    done = subprocess.run([sys.executable, "-c", MEASURE, *places], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *places], capture_output=True, text=True, check=True
+    )
     took, bound, whole = json.loads(done.stdout)
     slack = 8 << 20  # thread stacks and the allocator's own
     assert bound + slack < whole / 2, "the model is too small to tell"

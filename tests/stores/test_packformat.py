@@ -76,6 +76,45 @@ def test_stride(row_bytes: int, stride: int) -> None:
     assert stride_of(row_bytes) == stride
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    layer_ids=st.sets(st.integers(0, 999), min_size=1, max_size=30),
+    experts=st.integers(1, 300),
+    row_bytes=st.integers(1, 20_000_000),
+    ranks=st.tuples(st.integers(0, 7), st.integers(8, 64)),
+    codec=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]*", fullmatch=True),
+    version=st.text(max_size=20),
+)
+def test_any_header_comes_back_whole(
+    tmp_path: Path,
+    layer_ids: set[int],
+    experts: int,
+    row_bytes: int,
+    ranks: tuple[int, int],
+    codec: str,
+    version: str,
+) -> None:
+    header = PackHeader(
+        codec=codec,
+        codec_version=version,
+        layers=len(layer_ids),
+        experts=experts,
+        hidden=96,
+        intermediate=32,
+        row_bytes=row_bytes,
+        stride=stride_of(row_bytes),
+        tp_rank=ranks[0],
+        tp_size=ranks[1],
+        identity="0123456789abcdef" * 4,
+        layer_ids=tuple(sorted(layer_ids)),
+    )
+    head = header_bytes(header)
+    assert read(tmp_path / "pack", head, file_bytes(header)) == (header, len(head))
+    last = header.row_offset(header.layers - 1, experts - 1)
+    assert len(head) % ALIGNMENT == last % ALIGNMENT == 0
+    assert len(head) + last + header.stride + 8 * header.rows == file_bytes(header)
+
+
 @pytest.mark.parametrize(
     "change",
     [

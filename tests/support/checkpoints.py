@@ -272,7 +272,7 @@ def _fuse(w: _Writer, layer: int, p: str) -> None:
         parts = [quantize(matrix.to(w.dtype), w.format, w.block) for matrix in matrices]
         for suffix in parts[0]:
             stacked = torch.stack([part[suffix] for part in parts])
-            if w.layout == "fused-transposed":
+            if w.layout == "fused-transposed" and stacked.ndim == 3:
                 stacked = stacked.transpose(1, 2).contiguous()
             w.tensors[p + name + _FUSED_SUFFIXES[suffix]] = stacked
 
