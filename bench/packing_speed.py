@@ -23,12 +23,14 @@ SOURCES = ("bf16", "fp8_block")
 CODECS = ("bf16", "fp4", "w2")
 
 
-def measure(layers: int, experts: int, repeats: int, folder: Path | None, tell: Callable[[str], None]) -> Any:
+def measure(
+    layers: int, experts: int, repeats: int, folder: Path | None, tell: Callable[[str], None]
+) -> dict[str, Any]:
     """One record per source format and codec; MB are 10^6 source bytes, the fastest of ``repeats`` counts.
 
     encode: experts from the page cache into rows in memory. pack: the whole job, checksums, file and fsync too.
     copy: the same source bytes from the page cache's mapping into memory that is already there. All use every core.
-    cpu_s: processor seconds of the fastest pack, over all threads.
+    Each repetition copies, encodes and packs in turn. cpu_s: the fewest processor seconds, over all threads.
     """
     runs = []
     for source in SOURCES:
@@ -48,34 +50,34 @@ def measure(layers: int, experts: int, repeats: int, folder: Path | None, tell: 
 
 
 def _measure(model: Path, source: str, codec: str, nbytes: int, repeats: int, work: Path) -> dict[str, Any]:
+    jobs: dict[str, Callable[[Checkpoint], Seconds]] = {
+        "copy": _copy,
+        "encode": lambda checkpoint: _encode(checkpoint, codec),
+        "pack": lambda checkpoint: _pack(checkpoint, codec, work),
+    }
     with Checkpoint.open(model) as checkpoint:
-        copy = _best(repeats, lambda: _copy(checkpoint))
-        encode = _best(repeats, lambda: _encode(checkpoint, codec))
-        pack = _best(repeats, lambda: _pack(checkpoint, codec, work))
+        found = [{name: job(checkpoint) for name, job in jobs.items()} for _ in range(repeats)]
+    wall = {name: min(spent[name].wall for spent in found) for name in jobs}
+    cpu = {name: min(spent[name].cpu for spent in found) for name in jobs}
     mb = nbytes / 1e6
     return {
         "source": source,
         "codec": codec,
         "source_mb": round(mb, 1),
-        "mb_per_s": round(mb / pack.wall, 1),
-        "encode_mb_per_s": round(mb / encode.wall, 1),
-        "copy_mb_per_s": round(mb / copy.wall, 1),
-        "share_of_copy": round(copy.wall / pack.wall, 3),
-        "encode_share_of_copy": round(copy.wall / encode.wall, 3),
-        "cpu_s": round(pack.cpu, 2),
+        "mb_per_s": round(mb / wall["pack"], 1),
+        "encode_mb_per_s": round(mb / wall["encode"], 1),
+        "copy_mb_per_s": round(mb / wall["copy"], 1),
+        "share_of_copy": round(wall["copy"] / wall["pack"], 3),
+        "cpu_s": {name: round(seconds, 3) for name, seconds in cpu.items()},
     }
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Seconds:
     """wall: by the clock. cpu: of all threads of this process."""
 
     wall: float
     cpu: float
-
-
-def _best(repeats: int, job: Callable[[], Seconds]) -> Seconds:
-    return min(job() for _ in range(repeats))
 
 
 @contextmanager

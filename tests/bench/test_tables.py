@@ -31,17 +31,19 @@ LOSS: dict[str, Any] = {
     }
 }
 SPEED: dict[str, Any] = {
-    **ORIGIN,
     "packing": {
         "runs": [
             {
                 "source": "bf16",
                 "codec": "w2",
+                "source_mb": 100.0,
                 "mb_per_s": 123.4,
                 "copy_mb_per_s": 1000.0,
-                "share_of_copy": 0.1234,
+                "cpu_s": {"pack": 1.25, "copy": 0.1},
             }
-        ]
+        ],
+        **ORIGIN,
+        "load": {"before": 0.5, "after": 1.25},
     },
     "decoding": {
         "streams": [1, 4],
@@ -52,6 +54,7 @@ SPEED: dict[str, Any] = {
                 "cpu_ms_per_token": {"1": 99.0, "4": 50.04},
             }
         ],
+        **ORIGIN,
     },
 }
 
@@ -78,8 +81,9 @@ def test_results_replace_what_stands_between_the_markers(results: Path) -> None:
 
 def test_throughput_table(results: Path) -> None:
     rendered = tables.render(marked("throughput"), results)
-    assert "| bf16 → `w2` | 123 MB/s | 1000 MB/s | 0.12 |\n" in rendered
+    assert "| bf16 → `w2` | 123 MB/s | 1000 MB/s | 12.5 ms | 1.0 ms |\n" in rendered
     assert "| `bf16` rows, 25% resident | 10 tok/s | 20 tok/s | 99.0 ms | 50.0 ms |\n" in rendered
+    assert "1 OpenMP thread(s), load 0.5 to 1.2, vLLM 0.32.0" in rendered
 
 
 def test_rendering_twice_changes_nothing(results: Path) -> None:
