@@ -12,8 +12,9 @@ import pytest
 
 from support.checkpoints import SizeArgs, write_checkpoint
 from support.verbatim import VerbatimEncoder
-from ziggurat.stores.builder import build_pack
+from ziggurat.stores.builder import build_pack, expected_header
 from ziggurat.stores.checkpoint import Checkpoint
+from ziggurat.stores.packformat import PackHeader
 
 SMALL: SizeArgs = {"layers": 2, "experts": 3, "top_k": 2, "hidden": 96, "intermediate": 32, "vocab": 64}
 
@@ -44,6 +45,11 @@ def small_pack_file(small_model: Path, tmp_path_factory: pytest.TempPathFactory)
 def pack_copy(small_pack_file: Path, tmp_path: Path) -> Path:
     """A copy of the small pack, to be damaged."""
     return Path(shutil.copy(small_pack_file, tmp_path))
+
+
+@pytest.fixture
+def wanted(small: Checkpoint) -> PackHeader:
+    return expected_header(small, VerbatimEncoder(small))
 
 
 @pytest.fixture

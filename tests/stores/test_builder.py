@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import resource
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
+from support.building import Stop, after, interrupted, snapshot
 from support.checkpoints import Layout, SizeArgs, write_checkpoint
 from support.progress import Recorder
 from support.verbatim import VerbatimEncoder, verbatim_row
 from ziggurat.stores.builder import build_pack, default_threads, expected_header, peak_bytes
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.errors import (
-    DiskFullError,
     PackMismatchError,
     PackTruncatedError,
-    PackWriteError,
 )
 from ziggurat.stores.pack import Pack
 from ziggurat.stores.packformat import file_bytes, row_digest
@@ -30,34 +26,6 @@ from ziggurat.stores.stored import StoredExpert
 from ziggurat.stores.verify import verify_pack
 
 ROWS = 6  # of the small model
-
-
-class Stop(Exception):  # noqa: N818  # stands for any error of an encoder
-    """What a failing encoder raises."""
-
-
-def after(count: int, error: type[BaseException] = Stop) -> Callable[[str], None]:
-    """A hook that lets `count` experts be encoded and then fails."""
-    names: list[str] = []
-
-    def hook(name: str) -> None:
-        names.append(name)
-        if len(names) > count:
-            raise error(name)
-
-    return hook
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-
-def interrupted(checkpoint: Checkpoint, folder: Path, count: int, tp_size: int = 1) -> Path:
-    """Leave an unfinished build in which `count` experts were encoded; returns its (first) file."""
-    encoder = VerbatimEncoder(checkpoint, before=after(count, KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        build_pack(checkpoint, encoder, folder, tp_size, threads=1)
-    return next(folder.glob("*.building"))
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -287,123 +255,6 @@ def test_a_checksum_is_written_only_after_its_rows_were_synced(
             synced = max(i for i, event in enumerate(events[:checked]) if event == ("sync", fd, 0))
             for expert in range(3):
                 assert events.index(("write", fd, start + header.row_offset(layer, expert))) < synced
-
-
-def test_disk_space_is_checked_first(small: Checkpoint, small_tmpfs: Path, tmp_path: Path) -> None:
-    (small_tmpfs / "filler").write_bytes(bytes(1 << 20)[: (1 << 20) - 65536])
-    needed = file_bytes(expected_header(small, VerbatimEncoder(small)))
-    before = snapshot(small_tmpfs)
-    with pytest.raises(DiskFullError) as caught:
-        build_pack(small, VerbatimEncoder(small, before=after(0)), small_tmpfs / "packs")
-    assert caught.value.needed == needed
-    assert 0 < caught.value.available <= 65536
-    assert caught.value.short == needed - caught.value.available
-    assert f"{caught.value.short} bytes short" in str(caught.value)
-    assert snapshot(small_tmpfs) == before
-    assert not (small_tmpfs / "packs").exists()
-
-
-def fill_disk(folder: Path) -> None:
-    with (folder / "filler").open("ab", buffering=0) as file:
-        for size in (65536, 4096):
-            try:
-                while True:
-                    file.write(bytes(size))
-            except OSError as e:
-                if e.errno != errno.ENOSPC:
-                    raise
-
-
-def test_a_disk_that_fills_up_leaves_nothing_new(small: Checkpoint, small_tmpfs: Path) -> None:
-    seen: list[str] = []
-
-    def hook(name: str) -> None:
-        seen.append(name)
-        if len(seen) == 4:
-            fill_disk(small_tmpfs)
-
-    with pytest.raises(DiskFullError) as caught:
-        build_pack(small, VerbatimEncoder(small, before=hook), small_tmpfs, threads=1)
-    assert caught.value.short > 0
-    assert "not enough disk space" in str(caught.value)
-    assert [file.name for file in small_tmpfs.iterdir()] == ["filler"]
-
-
-def test_a_disk_that_fills_up_keeps_an_earlier_runs_rows(small: Checkpoint, small_tmpfs: Path) -> None:
-    path = interrupted(small, small_tmpfs, 4)
-    with pytest.raises(DiskFullError):
-        build_pack(small, VerbatimEncoder(small, before=lambda _: fill_disk(small_tmpfs)), small_tmpfs)
-    assert {file.name for file in small_tmpfs.iterdir()} == {"filler", path.name}
-    (small_tmpfs / "filler").unlink()
-    encoded: list[str] = []
-    (pack,) = build_pack(small, VerbatimEncoder(small, before=encoded.append), small_tmpfs)
-    assert len(encoded) == 3
-    assert verify_pack(pack).ok
-
-
-@pytest.fixture
-def limit_file_size() -> Iterator[Callable[[int], None]]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_limit_on_file_sizes(
-    small: Checkpoint, tmp_path: Path, limit_file_size: Callable[[int], None]
-) -> None:
-    limit_file_size(50000)
-    with pytest.raises(DiskFullError, match=r"file size limit \(ulimit -f\): .* 50000 available"):
-        build_pack(small, VerbatimEncoder(small), tmp_path)
-    assert snapshot(tmp_path) == {}
-
-
-def test_a_limit_on_file_sizes_keeps_an_earlier_runs_rows(
-    small: Checkpoint, tmp_path: Path, limit_file_size: Callable[[int], None]
-) -> None:
-    path = interrupted(small, tmp_path, 4)
-    limit_file_size(50000)
-    with pytest.raises(DiskFullError):
-        build_pack(small, VerbatimEncoder(small), tmp_path)
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_read_only_folder(small: Checkpoint, small_tmpfs: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_tmpfs)], check=True)
-    for folder in (small_tmpfs, small_tmpfs / "packs"):
-        with pytest.raises(
-            PackWriteError, match=r"Read-only file system; make it writable or choose another"
-        ):
-            build_pack(small, VerbatimEncoder(small, before=after(0)), folder)
-
-
-def test_a_folder_without_write_permission(small: Checkpoint, tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("permissions do not bind the superuser; the read-only mount covers this")
-    tmp_path.chmod(0o500)
-    with pytest.raises(PackWriteError, match="Permission denied"):
-        build_pack(small, VerbatimEncoder(small), tmp_path)
-    tmp_path.chmod(0o700)
-    assert snapshot(tmp_path) == {}
-
-
-def test_a_file_in_place_of_the_folder(small: Checkpoint, tmp_path: Path) -> None:
-    (tmp_path / "packs").write_text("a file")
-    for folder in (tmp_path / "packs", tmp_path / "packs" / "deeper"):
-        with pytest.raises(PackWriteError, match="cannot be written"):
-            build_pack(small, VerbatimEncoder(small), folder)
-    assert snapshot(tmp_path) == {"packs": b"a file"}
-
-
-def test_an_io_error_while_writing(
-    small: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fdatasync", failing)
-    with pytest.raises(PackWriteError, match="Input/output error"):
-        build_pack(small, VerbatimEncoder(small), tmp_path)
-    assert snapshot(tmp_path) == {}
 
 
 def test_short_writes_are_continued(

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from support.progress import Recorder
-from support.verbatim import VerbatimEncoder, verbatim_row
+from support.packfiles import (
+    cut,
+    data_start,
+    flip,
+    row_start,
+)
+from support.verbatim import verbatim_row
 from ziggurat.stores.buffers import aligned_buffer
-from ziggurat.stores.builder import expected_header
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.errors import (
-    PackCorruptError,
-    PackError,
-    PackIncompleteError,
-    PackMismatchError,
-    PackMissingError,
     PackTruncatedError,
     RowReadError,
 )
@@ -30,30 +27,8 @@ from ziggurat.stores.pack import Pack, RowRequest, VerifyMode
 from ziggurat.stores.packformat import PackHeader
 from ziggurat.stores.readers.faults import FaultyReader
 from ziggurat.stores.readers.pread import PreadReader
-from ziggurat.stores.verify import verify_pack
 
 LAYERS, EXPERTS = 2, 3
-
-
-@pytest.fixture
-def wanted(small: Checkpoint) -> PackHeader:
-    return expected_header(small, VerbatimEncoder(small))
-
-
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 1 << bit]))
-
-
-def data_start(path: Path) -> int:
-    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
-
-
-def row_start(path: Path, header: PackHeader, layer: int, expert: int) -> int:
-    return data_start(path) + header.row_offset(layer, expert)
 
 
 def request_all(header: PackHeader) -> list[RowRequest]:
@@ -296,69 +271,6 @@ def test_concurrent_callers(small_pack_file: Path) -> None:
     assert results == [True] * 120
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def extend(path: Path) -> None:
-    os.truncate(path, path.stat().st_size + 1)
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def absent_checksum(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(-8, os.SEEK_END)
-        file.write(bytes(8))
-
-
-def unfinished(path: Path) -> None:
-    path.rename(path.with_name(path.name + ".building"))
-
-
-def damaged_metadata(path: Path) -> None:
-    at = path.read_bytes().index(b'"hidden":"96"') + len(b'"hidden":"9')
-    flip(path, at, 0)
-
-
-@pytest.mark.parametrize(
-    ("damage", "error", "says"),
-    [
-        (cut, PackTruncatedError, "1 fewer than its header says"),
-        (empty, PackTruncatedError, "0 bytes long"),
-        (extend, PackCorruptError, "1 more than its header says"),
-        (damaged_metadata, PackCorruptError, "header is damaged"),
-        (absent_checksum, PackIncompleteError, "1 of 6 rows are absent"),
-        (unfinished, PackIncompleteError, "was not finished"),
-        (Path.unlink, PackMissingError, "no such pack"),
-    ],
-)
-def test_damaged_packs_are_refused(
-    pack_copy: Path, damage: Callable[[Path], None], error: type[PackError], says: str
-) -> None:
-    damage(pack_copy)
-    before = {file: file.read_bytes() for file in pack_copy.parent.iterdir()}
-    with pytest.raises(error, match=says) as caught:
-        Pack.open(pack_copy)
-    assert str(caught.value).startswith(f"{pack_copy}: ")
-    assert "ziggurat pack" in str(caught.value)
-    assert {file: file.read_bytes() for file in pack_copy.parent.iterdir()} == before
-
-
-def test_another_models_pack_of_the_same_geometry(small_pack_file: Path, wanted: PackHeader) -> None:
-    other = dataclasses.replace(wanted, identity="f" * 64)
-    with pytest.raises(PackMismatchError, match="identity is") as caught:
-        Pack.open(small_pack_file, expect=other)
-    assert (caught.value.expected, caught.value.found) == (other.identity, wanted.identity)
-
-
-def test_a_folder_is_no_pack(tmp_path: Path) -> None:
-    with pytest.raises(PackError, match=r"cannot be (opened|read)"):
-        Pack.open(tmp_path)
-
-
 def test_an_unknown_verify_mode(small_pack_file: Path) -> None:
     with pytest.raises(ValueError, match="verify is 'sometimes'"):
         Pack.open(small_pack_file, verify="sometimes")  # type: ignore[arg-type]  # wrong on purpose
@@ -371,41 +283,6 @@ def test_a_failed_open_closes_the_reader(pack_copy: Path) -> None:
         Pack.open(pack_copy, reader=reader)
     with pytest.raises(ValueError, match="closed"):
         list(reader.read([]))
-
-
-def test_verify_good_pack(small_pack_file: Path, wanted: PackHeader) -> None:
-    sink = Recorder()
-    report = verify_pack(small_pack_file, sink)
-    assert (report.ok, report.rows, report.bad) == (True, 6, [])
-    assert sink.calls[0] == ("start", 6, 6 * wanted.stride)
-    assert sink.calls[1:-1] == [("advance", 1, wanted.stride)] * 6
-    assert sink.calls[-1] == ("finish",)
-
-
-def test_verify_names_the_bad_rows(pack_copy: Path, wanted: PackHeader) -> None:
-    flip(pack_copy, row_start(pack_copy, wanted, 1, 1) + 7)
-    flip(pack_copy, row_start(pack_copy, wanted, 0, 2) + 7)
-    absent_checksum(pack_copy)
-    report = verify_pack(pack_copy)
-    assert not report.ok
-    assert [(layer, expert) for layer, expert, _ in report.bad] == [(0, 2), (1, 1), (1, 2)]
-    assert ["checksum" in reason for _, _, reason in report.bad] == [True, True, False]
-    assert "never written" in report.bad[2][2]
-
-
-def test_verify_more_rows_than_fit_in_memory(
-    small_pack_file: Path, wanted: PackHeader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ziggurat.stores.verify._BATCH_BYTES", 4 * wanted.stride)
-    assert verify_pack(small_pack_file).ok
-
-
-def test_verify_with_failing_reads(small_pack_file: Path) -> None:
-    sink = Recorder()
-    reader = FaultyReader(PreadReader(small_pack_file), {"rules": [{"kind": "error", "tags": [1]}]})
-    report = verify_pack(small_pack_file, sink, reader=reader)
-    assert [row[:2] for row in report.bad] == [(0, 1)]
-    assert sink.calls[-1] == ("finish",)
 
 
 @pytest.mark.parametrize("framework", ["numpy", "pt"])
