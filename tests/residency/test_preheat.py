@@ -95,6 +95,14 @@ def test_nothing_is_read_while_paused(rig: Rig) -> None:
     assert rig.cache.used == 8
 
 
+def test_leaving_an_inner_pause_does_not_end_the_outer_one(rig: Rig) -> None:
+    with rig.preheater.paused():
+        with rig.preheater.paused():
+            pass
+        assert rig.preheater._pauses == 1
+    assert rig.preheater._pauses == 0
+
+
 def test_closing_stops_after_the_batch_in_progress(rig: Rig) -> None:
     rig.gate.clear()
     rig.preheater.start()
