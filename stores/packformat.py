@@ -127,11 +127,18 @@ def read_pack_header(path: Path, fd: int) -> tuple[PackHeader, int]:
 
 
 def check_expected(path: Path, expected: PackHeader, found: PackHeader) -> None:
-    """Raises PackMismatchError naming the first field in which a pack is not the one wanted."""
-    for field in fields(PackHeader):
-        want, have = getattr(expected, field.name), getattr(found, field.name)
+    """Raises PackMismatchError naming the first field in which a pack is not the one wanted.
+
+    Causes come before what follows from them: another model or another division also has other row sizes.
+    """
+    names = [field.name for field in fields(PackHeader)]
+    for name in sorted(names, key=lambda name: (name not in _CAUSES, names.index(name))):
+        want, have = getattr(expected, name), getattr(found, name)
         if want != have:
-            raise PackMismatchError(path, field.name, _plain(want), _plain(have), _advice(field.name))
+            raise PackMismatchError(path, name, _plain(want), _plain(have), _advice(name))
+
+
+_CAUSES = ("codec", "codec_version", "identity", "tp_rank", "tp_size")
 
 
 def _advice(field: str) -> str:
