@@ -83,7 +83,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.evict_blocks", ("self", "block_ids")),
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_block_ids", ("self", "request_id")),
     Hook(
-        "vllm.v1.engine.output_processor", "OutputProcessor.process_outputs", ("self", "engine_core_outputs")
+        "vllm.v1.engine.async_llm", "AsyncLLM.generate", ("self", "prompt", "sampling_params", "request_id")
     ),
 )
 

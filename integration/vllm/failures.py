@@ -6,16 +6,14 @@ scheduler (engine process) finishes the requests with an error, and the API proc
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from ziggurat.integration.vllm.patching import patch_once
 
 _ATTRIBUTE = "ziggurat_failures"
 _MARK = "ziggurat: "
-_messages: OrderedDict[str, str] = OrderedDict()
-_MESSAGES_KEPT = 4096
 
 
 def attach_failures(output: Any, failures: Mapping[str, str]) -> Any:
@@ -128,54 +126,34 @@ def _finish(scheduler: Any, outputs: dict[int, Any], failures: Mapping[str, str]
 
 
 def patch_api_process() -> None:
-    """Make API replies of failed requests carry the message; idempotent."""
-    from vllm.v1.engine.output_processor import OutputProcessor
+    """Make replies to failed requests carry the message; idempotent.
 
-    def remember(original: Any) -> Any:
-        def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            for item in engine_core_outputs:
-                reason = item.stop_reason
-                if isinstance(reason, str) and reason.startswith(_MARK) and item.finish_reason is not None:
-                    _messages[item.request_id] = reason
-                    while len(_messages) > _MESSAGES_KEPT:
-                        _messages.popitem(last=False)
-            return original(self, engine_core_outputs, *args, **kwargs)
+    The message reaches the API server as a choice's stop reason. Raising it here ends streams and plain replies alike;
+    vLLM 0.24's own check overlooks an error that comes before a stream's first token, and the stream would just end.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-        return process_outputs
+    error = _generation_error()
 
-    patch_once(OutputProcessor, "process_outputs", remember)
-    serving, error = _serving_classes()
+    def wrap(original: Any) -> Any:
+        async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+            async with aclosing(original(self, *args, **kwargs)) as outputs:
+                async for output in outputs:
+                    for choice in output.outputs:
+                        reason = choice.stop_reason
+                        if choice.finish_reason == "error" and isinstance(reason, str):
+                            raise error(reason)
+                    yield output
 
-    def speak(original: Any) -> Any:
-        def _raise_if_error(self: Any, finish_reason: str | None, request_id: str) -> None:
-            if finish_reason == "error":
-                message = _message_of(request_id)
-                if message is not None:
-                    raise error(message)
-            original(self, finish_reason, request_id)
+        return generate
 
-        return _raise_if_error
-
-    patch_once(serving, "_raise_if_error", speak)
+    patch_once(AsyncLLM, "generate", wrap)
 
 
-def _message_of(request_id: str) -> str | None:
-    # The engine wraps the API server's request id: a choice number before or behind it, sometimes a random suffix.
-    for known in reversed(_messages):
-        if request_id in known:
-            return _messages[known]
-    return None
-
-
-def _serving_classes() -> tuple[type[Any], type[Exception]]:
-    """The class whose ``_raise_if_error`` every OpenAI endpoint calls, and the exception it raises."""
+def _generation_error() -> type[Exception]:
+    """The exception that vLLM's endpoints turn into an error reply with its text."""
     try:
-        from vllm.entrypoints.generate.base.serving import GenerateBaseServing
         from vllm.exceptions import GenerationError
-
-        return GenerateBaseServing, GenerationError
     except ImportError:
-        from vllm.entrypoints.openai.engine.protocol import GenerationError as OlderError
-        from vllm.entrypoints.openai.engine.serving import OpenAIServing
-
-        return OpenAIServing, OlderError
+        from vllm.entrypoints.openai.engine.protocol import GenerationError
+    return GenerationError  # type: ignore[no-any-return]

@@ -103,7 +103,7 @@ def test_a_failing_read_fails_its_requests_only(server: Server, faults: Path) ->
             },
         )
         assert status in (200, 500)
-        assert "expert" in stream
+        assert "expert" in stream, stream
     finally:
         faults.unlink()
     errors = total(scrape(server), "ziggurat_io_errors_total")
