@@ -18,13 +18,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ziggurat.kernels.codecs.blocks import alternate_signs, block_max, for_each_weight, signs_in_place
+from ziggurat.kernels.codecs.blocks import alternate_signs, block_max, signs_in_place
 from ziggurat.kernels.codecs.exact import pieces
 from ziggurat.kernels.codecs.grid import Grid
 from ziggurat.kernels.codecs.layout import TILE_K
 from ziggurat.kernels.codecs.quantize import rule_exponents
 from ziggurat.kernels.codecs.tiles import Quantized, block_major, lane_words
-from ziggurat.kernels.formats import E4M3_VALUES, F64, U8
+from ziggurat.kernels.formats import E4M3_VALUES, F64, U8, U32
 from ziggurat.kernels.sources import SourceArrays
 
 _WEIGHTS: Final = 1 << 18
@@ -59,13 +59,16 @@ class _Tables:
     """For each of S scales and each largest byte: what a block with them needs.
 
     Attributes:
-        entries: uint8 [S * 256, 2 or 8]: thresholds of the grid's midpoints, and last the scale byte. Indexed by
-            scale * 256 + largest byte, + 128 for a block that is kept exactly.
-        powers: bool [S * 128]: the largest weight is a power of two, so that the block could be exact.
+        thresholds: uint32 [midpoints, S * 256]: the largest byte up to each midpoint of the grid, four times.
+        scale_bytes: uint8 [S * 256]. Both are indexed by scale * 256 + largest byte, + 128 for a block that is kept
+            exactly.
+        powers: bool [S * 128]: the largest weight is a power of two, so that the block could be exact; empty where
+            no scale makes any.
         exact: bool [128 * 128]: by largest byte * 128 + byte, whether a block may hold that byte and be exact.
     """
 
-    entries: U8
+    thresholds: U32
+    scale_bytes: U8
     powers: npt.NDArray[np.bool_]
     exact: npt.NDArray[np.bool_]
 
@@ -73,24 +76,29 @@ class _Tables:
     def of(cls, scales: F64, grid: Grid) -> _Tables:
         largest = E4M3_VALUES[:_MAGNITUDES] * scales[:, None]
         exponents = rule_exponents(largest)
-        # A block of zeros gets the thresholds of a middling one: no zero is above any.
+        # A block of zeros gets the thresholds of a small one: no zero is above any.
         exponents[:, 0] = exponents[:, 1]
         low = exponents[:, 1].min()
         # Thresholds depend on scale and exponent only, and there are few exponents.
         steps = np.arange(exponents.max() - low + 2)
-        midpoints = np.array(grid.midpoints)
-        limits = np.ldexp(midpoints / scales[:, None, None], (low + steps)[:, None])
-        thresholds = _largest_byte_up_to(limits)
-        entries = np.zeros((scales.size, 2, 128, len(midpoints) + 1), np.uint8)
+        limits = np.ldexp(np.array(grid.midpoints)[:, None, None] / scales[:, None], low + steps)
+        by_exponent = _largest_byte_up_to(limits) * np.uint32(0x01010101)
+        thresholds = np.zeros((len(grid.midpoints), scales.size, 2, 128), np.uint32)
+        scale_bytes = np.zeros((scales.size, 2, 128), np.uint8)
         rows = np.arange(scales.size)[:, None]
-        powers = np.zeros((scales.size, 128), np.bool_)
-        powers[:, 1:_MAGNITUDES] = np.frexp(largest[:, 1:])[0] == 0.5
-        for exact in range(1 + powers.any()):  # an exact block's exponent is one above the rule's
-            entries[:, exact, :_MAGNITUDES, :-1] = thresholds[rows, exponents - low + exact]
-            entries[:, exact, :_MAGNITUDES, -1] = exponents + exact + 127
-            entries[:, exact, 0, -1] = 0
+        # Only scales that are powers of two can make a block exact; its exponent is one above the rule's.
+        with_exact = bool((np.frexp(scales)[0] == 0.5).any())
+        for exact in range(1 + with_exact):
+            thresholds[:, :, exact, :_MAGNITUDES] = by_exponent[:, rows, exponents - low + exact]
+            scale_bytes[:, exact, 1:_MAGNITUDES] = exponents[:, 1:] + (exact + 127)
+        powers = np.zeros((scales.size, 128) if with_exact else (0, 128), np.bool_)
+        if with_exact:
+            powers[:, 1:_MAGNITUDES] = np.frexp(largest[:, 1:])[0] == 0.5
         return cls(
-            entries.reshape(-1, len(midpoints) + 1), powers.ravel(), _exact_bytes(tuple(np.abs(grid.values)))
+            thresholds.reshape(len(grid.midpoints), -1),
+            scale_bytes.ravel(),
+            powers.ravel(),
+            _exact_bytes(tuple(np.abs(grid.values))),
         )
 
 
@@ -129,14 +137,14 @@ def _quantize(
     if amax.max() == 0x7F:
         source.refuse_elements(first, (source.bits[first:last] & 0x7F) == 0x7F)
     index = (scale_index << 8) + amax
-    if tables.powers.any():
+    if tables.powers.size:
         _keep_exact_blocks(index, magnitudes, amax, scale_index, tables)
-    entries = tables.entries.view(np.uint16 if tables.entries.shape[1] == 2 else np.uint64)[:, 0]
-    entry = entries[index].view(np.uint8).reshape(index.size, -1)
     codes = signs_in_place(bits.view(np.int8) < 0, grid)
     above = np.empty(codes.shape, np.bool_)
-    for i in range(len(grid.midpoints)):
-        codes += np.greater(magnitudes, for_each_weight(entry[:, i]), out=above).view(np.uint8)
+    for thresholds in tables.thresholds:
+        codes += np.greater(magnitudes, thresholds.take(index, mode="clip").view(np.uint8), out=above).view(
+            np.uint8
+        )
     zeros = negative_zeros = 0
     if not grid.has_zero:
         zeros = magnitudes.size - int(np.count_nonzero(magnitudes))
@@ -147,7 +155,7 @@ def _quantize(
     rows = last - first
     return Quantized(
         lane_words(codes, rows, grid),
-        np.ascontiguousarray(entry[:, -1]).reshape(rows, -1),
+        tables.scale_bytes.take(index, mode="clip").reshape(rows, -1),
         zeros - negative_zeros,
         negative_zeros,
     )

@@ -36,6 +36,8 @@ Quantizer = Callable[[SourceArrays, int, int, bool, Grid], Iterator[tuple[int, i
 _TASK_ROWS = 128
 #: Rows of a tensor from which on a wrong zero mode is worth avoiding.
 _GUESS_FROM = 512
+#: Zeros that say something about those of the rest.
+_GUESS_ZEROS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,8 @@ class TiledCodec(ABC):
         """What the first rows of a large tensor say; a small one is quickly done again."""
         if self.grid.has_zero or source.rows < _GUESS_FROM:
             return False
-        return self._alternates(*self._encode_rows(quantizer, source, 0, TILE_ROWS, False, ()))
+        counts = self._encode_rows(quantizer, source, 0, TILE_ROWS, False, ())
+        return sum(counts) >= _GUESS_ZEROS and self._alternates(*counts)
 
     def _encode_rows(
         self,
