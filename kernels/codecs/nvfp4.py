@@ -19,13 +19,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ziggurat.kernels.codecs.blocks import alternate_signs, for_each_weight, signs_in_place
+from ziggurat.kernels.codecs.blocks import alternate_signs, for_each_weight
 from ziggurat.kernels.codecs.exact import pieces
 from ziggurat.kernels.codecs.grid import FP4_GRID, W2_GRID, Grid
 from ziggurat.kernels.codecs.layout import TILE_K
 from ziggurat.kernels.codecs.quantize import rule_exponents
 from ziggurat.kernels.codecs.tiles import Quantized, block_major, lane_words_from_pairs
-from ziggurat.kernels.formats import E2M1_MAGNITUDES, E4M3_VALUES, F64, U8
+from ziggurat.kernels.formats import E2M1_MAGNITUDES, E4M3_VALUES, F64, U8, U16
 from ziggurat.kernels.sources import SourceArrays
 
 Ints = npt.NDArray[Any]
@@ -66,15 +66,15 @@ class _Tables:
     Attributes:
         exponents: uint8 [127 * 8]: by scale byte * 8 + largest code, the exponent that half wants, counted.
         powers: bool [127 * 8]: its largest magnitude is a power of two, so that the block could be exact.
-        thresholds: uint8 [127 * 32, 1 or 8]: by scale byte * 32 + counted exponent, the largest code up to each
-            midpoint of the grid.
+        thresholds: uint16 [midpoints, 127 * 32]: by scale byte * 32 + counted exponent, the largest code up to each
+            midpoint of the grid, twice.
         scale_bytes: uint8 [32]: by counted exponent.
         base: see above.
     """
 
     exponents: U8
     powers: npt.NDArray[np.bool_]
-    thresholds: U8
+    thresholds: U16
     scale_bytes: U8
     base: int
 
@@ -85,17 +85,15 @@ class _Tables:
         base = int(wanted[halves != 0].min())
         counted = np.where(halves == 0, 0, wanted - base + 1)
         steps = np.arange(_EXPONENTS) - 1 + base
-        limits = np.ldexp(np.array(grid.midpoints), steps[:, None])
-        thresholds = np.zeros((_SCALES, _EXPONENTS, 1 if len(grid.midpoints) == 1 else 8), np.uint8)
-        thresholds[..., : len(grid.midpoints)] = (halves[:, None, None, :] <= limits[..., None]).sum(
-            axis=-1
-        ) - 1
+        limits = np.ldexp(np.array(grid.midpoints)[:, None], steps)
+        codes_below = (halves[:, None] <= limits[:, None, :, None]).sum(axis=-1)
+        thresholds = ((codes_below - 1) * 0x0101).astype(np.uint16)
         scale_bytes = (steps + 127).astype(np.uint8)
         scale_bytes[0] = 0
         return cls(
             counted.astype(np.uint8).ravel(),
             (np.frexp(halves)[0] == 0.5).ravel(),
-            thresholds.reshape(_SCALES * _EXPONENTS, -1),
+            thresholds.reshape(len(grid.midpoints), -1),
             scale_bytes,
             base,
         )
@@ -106,41 +104,40 @@ def _quantize(
 ) -> Quantized:
     rows = last - first
     pairs = block_major(source.bits[first:last], np.uint16)
-    scales = np.ascontiguousarray(source.scale_bits[first:last].reshape(-1, 2).T).astype(
-        np.intp
-    )  # [2 halves, M]
-    parities = (pairs & 7, (pairs >> 4) & 7)
-    half_index = (scales << 3) + _half_max(*parities)
-    exponents = tables.exponents[half_index].max(axis=0)
+    scales = np.ascontiguousarray(source.scale_bits[first:last].reshape(-1, 2).T).astype(np.intp)
+    nibbles = (pairs & 15, pairs >> 4)  # of even and odd k
+    half_index = (scales << 3) + _half_max(*nibbles)
+    exponents = tables.exponents.take(half_index, mode="clip").max(axis=0)
     if tables.powers.any():
         _keep_exact_blocks(exponents, half_index, source, first, last, tables, grid)
-    entries = tables.thresholds.view(np.uint64)[:, 0] if len(grid.midpoints) > 1 else tables.thresholds[:, 0]
-    entry = entries[(scales << 5) + exponents].view(np.uint8).reshape(2, exponents.size, -1)
+    places = (scales << 5) + exponents
+    thresholds = [table.take(places, mode="clip").view(np.uint8) for table in tables.thresholds]  # [2, 2 M]
     no_scale = (scales == 0) if not grid.has_zero and not scales.all() else None
     codes = []
     zeros = negative_zeros = 0
-    for parity, magnitudes in enumerate(parities):
-        negative = (pairs & (0x80 if parity else 0x08)) != 0
-        code = signs_in_place(negative.copy(), grid)
-        above = np.empty((4, code.shape[1]), np.bool_)
-        for half in (0, 1):
-            runs = slice(4 * half, 4 * half + 4)
-            for i in range(len(grid.midpoints)):
-                threshold = for_each_weight(entry[half, :, i], 2)
-                code[runs] += np.greater(magnitudes[runs], threshold, out=above).view(np.uint8)
+    above = np.empty((4, pairs.shape[1]), np.bool_)
+    for parity, nibble in enumerate(nibbles):
+        magnitudes = nibble & 7
+        code = nibble & 8
+        packed = code.view(np.uint64)  # shifts eight at once; a sign never leaves its byte
+        packed >>= 3 - grid.sign_bit
         if not grid.has_zero:
             zero = magnitudes == 0
             if no_scale is not None:
                 for half in (0, 1):
                     zero[4 * half : 4 * half + 4] |= for_each_weight(no_scale[half], 2)
             zeros += int(np.count_nonzero(zero))
-            negative_zeros += int(np.count_nonzero(negative & zero))
-            if alternate_zeros:
-                alternate_signs(code, zero, grid, parity)
+            negative_zeros += int(np.count_nonzero(code[zero]))
+        for half in (0, 1):
+            runs = slice(4 * half, 4 * half + 4)
+            for threshold in thresholds:
+                code[runs] += np.greater(magnitudes[runs], threshold[half], out=above).view(np.uint8)
+        if alternate_zeros and not grid.has_zero:
+            alternate_signs(code, zero, grid, parity)
         codes.append(code)
     return Quantized(
         lane_words_from_pairs(codes[0], codes[1], rows, grid),
-        tables.scale_bytes[exponents].reshape(rows, -1),
+        tables.scale_bytes.take(exponents, mode="clip").reshape(rows, -1),
         zeros - negative_zeros,
         negative_zeros,
     )
@@ -148,7 +145,7 @@ def _quantize(
 
 def _half_max(even: U8, odd: U8) -> U8:
     """Largest magnitude code of each half: uint8 [2, M] of block-major [8, 2 M]."""
-    by_k = np.maximum(even, odd).reshape(2, 4, -1).max(axis=1)
+    by_k = np.maximum(even & 7, odd & 7).reshape(2, 4, -1).max(axis=1)
     largest: U8 = np.maximum(by_k[:, 0::2], by_k[:, 1::2])
     return largest
 
