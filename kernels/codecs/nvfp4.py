@@ -127,7 +127,8 @@ def _quantize(
                 for half in (0, 1):
                     zero[4 * half : 4 * half + 4] |= for_each_weight(no_scale[half], 2)
             zeros += int(np.count_nonzero(zero))
-            negative_zeros += int(np.count_nonzero(code[zero]))
+            signs = (zero.view(np.uint64) << grid.sign_bit) & packed
+            negative_zeros += int(np.count_nonzero(signs.view(np.uint8)))
         for half in (0, 1):
             runs = slice(4 * half, 4 * half + 4)
             for threshold in thresholds:
