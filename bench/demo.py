@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -101,6 +104,7 @@ class Run:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, _stop)
     console = Console(highlight=False, soft_wrap=True)
     try:
         with tempfile.TemporaryDirectory(prefix="ziggurat-demo-") as folder:
@@ -110,6 +114,11 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    """Leave through the handlers that end the server and remove the temporary folder."""
+    raise SystemExit(128 + number)
 
 
 def _demo(console: Console, work: Path) -> int:
