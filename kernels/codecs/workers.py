@@ -15,10 +15,12 @@ _executors: dict[int, ThreadPoolExecutor] = {}
 def _executor() -> ThreadPoolExecutor:
     """One pool a process; a forked child has none of its parent's threads and makes its own."""
     pid = os.getpid()
-    if pid not in _executors:
+    executor = _executors.get(pid)
+    if executor is None:
+        executor = ThreadPoolExecutor(available_cores(), thread_name_prefix="ziggurat-pack")
         _executors.clear()
-        _executors[pid] = ThreadPoolExecutor(available_cores(), thread_name_prefix="ziggurat-pack")
-    return _executors[pid]
+        _executors[pid] = executor
+    return executor
 
 
 def available_cores() -> int:

@@ -161,6 +161,27 @@ def test_every_bf16_pattern(codec: str) -> None:
         assert_same(source.from_bits("bf16", bits[: bits.shape[0] // 16 * 16]), False, GRIDS[codec])
 
 
+@pytest.mark.parametrize("codec", ["w2", "fp4"])
+@pytest.mark.parametrize("exponent", [-140, -118, -112, -104, -95, -60, -32, -31, 100, 101, 115])
+def test_scales_at_and_beyond_the_limits_of_the_tables(codec: str, exponent: int) -> None:
+    """Exact blocks in the reach of the rule's 1e-30, and exponents that need a limit."""
+    rng = np.random.default_rng(exponent + 200)
+    exact = np.array([0x48, 0x44, 0x40, 0x3C, 0x38, 0x30, 0x00])  # 4, 3, 2, 1.5, 1, 0.5, 0
+    data = exact[rng.integers(0, 7, (32, 4, 32))]
+    data[::2] = np.array([0x48, 0x38])[rng.integers(0, 2, (16, 4, 32))]
+    data[1::4] = rng.integers(0, 127, (8, 4, 32))
+    weight = source.fp8(data.reshape(32, 128), torch.full((1, 1), 2.0**exponent), (128, 128))
+    assert is_fast_fp8(SourceArrays(weight)) == (-31 <= exponent <= 100)
+    assert_same(weight, False, GRIDS[codec])
+    nibbles = np.array([6, 2])[rng.integers(0, 2, (32, 128))]
+    nibbles[1::2] = rng.integers(0, 8, (16, 128))
+    pairs = (nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)).astype(np.uint8)
+    scales = np.full((32, 8), 0x38)
+    weight = source.nvfp4(pairs, scales, 2.0**exponent)
+    assert is_fast_nvfp4(SourceArrays(weight)) == (-30 <= exponent <= 100)
+    assert_same(weight, False, GRIDS[codec])
+
+
 def test_the_fast_paths_are_taken() -> None:
     """The tests above compare two paths, not one with itself."""
     rng = np.random.default_rng(0)
