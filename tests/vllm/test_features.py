@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from support.checkpoints import write_checkpoint
 from support.engines import BATCH, LONG, SINGLE, assert_identical, run_workloads
 from support.processes import engine_process, make_job
+from support.server import free_port
 from ziggurat.integration.determinism.compare import differences
 from ziggurat.integration.determinism.engine import Outcome, open_engine
 from ziggurat.integration.vllm.capture import read_capture
@@ -157,3 +159,35 @@ def test_counts_add_up(demo_model: Path, make_tiers: TiersFactory) -> None:
         assert moved == {labels: count * stride for labels, count in rows.items()}
         steps = sum(s.value for s in metrics.samples() if s.spec.name == "ziggurat_steps_total")
         assert steps == len(outcome.steps)
+
+
+def test_a_worker_serves_its_own_metrics(demo_model: Path, make_tiers: TiersFactory) -> None:
+    """`metrics.port`: for engines without vLLM's API server."""
+    port = free_port()
+    values = make_tiers(pool="25%").model_dump(mode="json")
+    values["metrics"] = {"port": port}
+    with open_engine(demo_model, TiersConfig.from_mapping(values)) as engine:
+        engine.run([SINGLE], 2)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            text = reply.read().decode()
+        pairs = engine.service.metrics.value("ziggurat_routed_pairs_total")
+        assert f'ziggurat_routed_pairs_total{{rank="0"}} {pairs:.1f}' in text
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+
+
+def test_heat_survives_a_restart(demo_model: Path, make_tiers: TiersFactory, tmp_path: Path) -> None:
+    """What an engine used most is in the pool before the next one's first step, and an idle start keeps the file."""
+    tiers = make_tiers(pool="25%", folder=tmp_path, heat={"path": "auto"})
+    with open_engine(demo_model, tiers) as engine:
+        assert engine.service.slots.used == 0
+        first = engine.run([SINGLE], 8)
+        hottest = engine.service.heat.order()[0][0]
+    [heat] = [path for path in tmp_path.iterdir() if "heat" in path.name]
+    content = heat.read_bytes()
+    with open_engine(demo_model, tiers) as engine:
+        assert engine.service.slots.used == engine.service.slots.slots
+        assert hottest in engine.service.slots.held()
+    assert heat.read_bytes() == content
+    with open_engine(demo_model, tiers) as engine:
+        assert not differences(first, engine.run([SINGLE], 8))
