@@ -23,12 +23,12 @@ import yaml  # noqa: E402
 
 from bench.results_io import RESULTS, provenance, write_json  # noqa: E402
 from bench.served import HOST, Server, free_port  # noqa: E402
-from support.checkpoints import write_checkpoint  # noqa: E402
+from support.checkpoints import SizeArgs, write_checkpoint  # noqa: E402
 
 MODEL = ROOT / "bench" / "models" / "demo-moe-fp8"
 RESULT = RESULTS / "boot.json"
 START_SECONDS = 900.0
-SIZES = {"layers": 8, "hidden": 1024, "intermediate": 512, "vocab": 8192}
+SIZES: SizeArgs = {"layers": 8, "hidden": 1024, "intermediate": 512, "vocab": 8192}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     environment = offline_environment()
     with tempfile.TemporaryDirectory(prefix="ziggurat-boot-", dir=options.folder) as name:
         folder = Path(name)
-        write_checkpoint(folder / "model", kind="qwen3", tokenizer=MODEL, experts=options.experts, **SIZES)
+        sizes: SizeArgs = {**SIZES, "experts": options.experts}
+        write_checkpoint(folder / "model", kind="qwen3", tokenizer=MODEL, **sizes)
         checkpoint = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
         firsts, seconds = [], []
         for repeat in range(options.repeats):

@@ -15,11 +15,11 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from support.checkpoints import write_checkpoint
+from support.checkpoints import SizeArgs, write_checkpoint
 from ziggurat.integration.cli import main as cli
 
 Run = Callable[..., tuple[int, str]]
-SIZES = {"layers": 2, "experts": 4, "hidden": 64, "intermediate": 64}
+SIZES: SizeArgs = {"layers": 2, "experts": 4, "hidden": 64, "intermediate": 64}
 
 
 @pytest.fixture
