@@ -26,7 +26,7 @@ from ziggurat.kernels.codecs.exact import exact_rows, pieces
 from ziggurat.kernels.codecs.grid import Grid
 from ziggurat.kernels.codecs.layout import TILE_K
 from ziggurat.kernels.codecs.tiles import Quantized, block_major, lane_words
-from ziggurat.kernels.formats import U8
+from ziggurat.kernels.formats import U8, float32_bits
 from ziggurat.kernels.sources import SourceArrays
 
 
@@ -69,8 +69,7 @@ def float_chunks(
     for first, last in pieces(source, start, stop, layout.weights):
         bits = source.bits[first:last]
         if source.format == "f16":
-            with np.errstate(invalid="ignore"):  # signalling NaN is found below
-                bits = bits.view(np.float16).astype(np.float32)
+            bits = float32_bits(bits)
         part = _quantize(bits.view(layout.integer), layout, alternate_zeros, grid)
         yield first, last, part or exact_rows(source, first, last, alternate_zeros, grid)
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from ziggurat.kernels.errors import WeightRangeError
-from ziggurat.kernels.formats import E2M1_VALUES, E4M3_VALUES, E8M0_VALUES, F64, U16, U32
+from ziggurat.kernels.formats import E2M1_VALUES, E4M3_VALUES, E8M0_VALUES, F64, U16, U32, float32_bits
 from ziggurat.kernels.sources import SourceArrays
 
 _INFINITY = 0x7F80
@@ -51,10 +51,7 @@ def bf16_bits(values: F64) -> U16:
 
 def _float32_bits(source: SourceArrays, start: int, stop: int) -> U32:
     bits = source.bits[start:stop]
-    if source.format == "f32":
-        return bits
-    with np.errstate(invalid="ignore"):  # signalling NaN is found later
-        return bits.view(np.float16).astype(np.float32).view(np.uint32)
+    return bits if source.format == "f32" else float32_bits(bits)
 
 
 def _from_float32(bits: U32) -> U16:

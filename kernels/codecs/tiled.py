@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
@@ -69,6 +69,23 @@ class _Target:
         write_scales(self.scales[begin * width // TILE_K : end * width // TILE_K], part.scales[:, tiles])
 
 
+@dataclass(slots=True)
+class _Job:
+    """The work on one matrix.
+
+    Attributes:
+        encode: first row, last row, alternate_zeros -> how many weights of those rows are zero, by sign bit.
+        pending: row ranges to do.
+        alternate: the zero mode to do them in.
+        zeros: what encode returned for each range.
+    """
+
+    encode: Callable[[int, int, bool], tuple[int, int]]
+    pending: list[tuple[int, int]]
+    alternate: bool
+    zeros: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+
+
 class TiledCodec(ABC):
     """w13 codes | w13 scales | w2 codes | w2 scales, with one UE8M0 scale byte for 32 weights along K.
 
@@ -114,20 +131,21 @@ class TiledCodec(ABC):
         rows = row_arrays(outs, tp_size, self.row_bytes(rank_geometry))
         targets = self._targets(rank_geometry, rows)
         quantizers = [self.quantizer(source) for source in sources]
-        pending = [(i, self._guess_zero_mode(sources[i], quantizers[i])) for i in range(len(sources))]
-        while pending:
-            jobs = [
-                (i, partial(self._encode_rows, quantizers[i], sources[i], first, last, alternate, targets[i]))
-                for i, alternate in pending
-                for first, last in _tasks(sources[i].rows, targets[i])
-            ]
-            counts = np.zeros((len(sources), 2), np.int64)
-            for (i, _), zeros in zip(jobs, run_all([job for _, job in jobs]), strict=True):
-                counts[i] += zeros
-            # A tensor's zeros are known only when it is done; if the guess was wrong it is quantized again.
-            pending = [
-                (i, not alternate) for i, alternate in pending if alternate != self._alternates(*counts[i])
-            ]
+        jobs: list[_Job] = []
+        for source, quantizer, wanted in zip(sources, quantizers, targets, strict=True):
+            guess = self._guess_zero_mode(source, quantizer)
+            encode = partial(self._encode_rows, quantizer, source, targets=wanted)
+            jobs.append(_Job(encode, list(_tasks(source.rows, wanted)), guess))
+        while tasks := [partial(job.encode, *rows, job.alternate) for job in jobs for rows in job.pending]:
+            results = iter(run_all(tasks))
+            for job in jobs:
+                zeros = {rows: next(results) for rows in job.pending}
+                job.zeros.update(zeros)
+                counts = np.array(list(job.zeros.values())).sum(axis=0).tolist()
+                # A tensor's zeros are known only when it is done; after a wrong guess, rows with zeros are done again.
+                wrong = self._alternates(*counts) != job.alternate
+                job.pending = [rows for rows, count in zeros.items() if wrong and any(count)]
+                job.alternate ^= wrong
 
     def _alternates(self, positive: int, negative: int) -> bool:
         return not self.grid.has_zero and zeros_alternate(positive, negative)

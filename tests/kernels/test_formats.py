@@ -11,7 +11,7 @@ import torch
 from support import scalar_codec as scalar
 from support.weights import Weight, from_bits
 from ziggurat.kernels.errors import NonFiniteWeightError
-from ziggurat.kernels.formats import E2M1_MIDPOINTS, E2M1_VALUES, E4M3_VALUES, E8M0_VALUES
+from ziggurat.kernels.formats import E2M1_MIDPOINTS, E2M1_VALUES, E4M3_VALUES, E8M0_VALUES, float32_bits
 from ziggurat.kernels.sources import dequantize_source
 
 
@@ -77,3 +77,12 @@ def test_bf16_infinity_and_nan_are_refused_by_tensor_name(pattern: int) -> None:
     bits[15, 31] = pattern
     with pytest.raises(NonFiniteWeightError, match=r"tensor up.*\[15, 31\]"):
         dequantize_source(from_bits("bf16", bits, "up"))
+
+
+def test_every_float16_widens_to_float32() -> None:
+    bits = np.arange(65536, dtype=np.uint16)
+    wide = float32_bits(bits).view(np.float32)
+    expected = bits.view(np.float16).astype(np.float32)
+    nan = np.isnan(expected)
+    assert (np.isnan(wide) == nan).all()
+    assert wide[~nan].tobytes() == expected[~nan].tobytes()
