@@ -52,6 +52,12 @@ def replay(
     tokens: Annotated[
         int, typer.Option("--tokens", min=1, max=512, help="Tokens to generate per prompt.")
     ] = 16,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="Also fail if a prompt's logits depend on its batch in the engine itself."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run prompts at several pool sizes, miss modes, slot orders and batches; status 1 if any logit bit differs."""
@@ -73,11 +79,12 @@ def replay(
     job = Job(str(folder), tiers.model_dump(mode="json"), cases, make_workloads(texts), tokens)
     results, status = _run(job)
     identical = status == 0 and not any(line["problems"] for line in results)
+    moved = sorted({f"{line['workload']}: {one}" for line in results for one in line["neighbours"] or ()})
     if as_json:
-        print(json.dumps({"identical": identical, "results": results}))
+        print(json.dumps({"identical": identical, "batch_invariant": not moved, "results": results}))
     else:
-        _show(results, identical)
-    if not identical:
+        _show(results, identical, moved)
+    if not identical or (strict and moved):
         raise typer.Exit(1)
 
 
@@ -124,7 +131,7 @@ def _run(job: Job) -> tuple[list[dict[str, Any]], int]:
     return results, status
 
 
-def _show(results: list[dict[str, Any]], identical: bool) -> None:
+def _show(results: list[dict[str, Any]], identical: bool, moved: list[str]) -> None:
     out = Console()
     table = Table("case", "batches", "steps", "logits and tokens")
     by_case: dict[str, list[dict[str, Any]]] = {}
@@ -135,4 +142,11 @@ def _show(results: list[dict[str, Any]], identical: bool) -> None:
         steps = sum(line["steps"] for line in lines)
         table.add_row(case, str(len(lines)), str(steps), "\n".join(problems) if problems else "identical")
     out.print(table)
-    out.print(f"all runs identical to the all-resident run: {'yes' if identical else 'NO'}")
+    out.print(f"all runs identical to the all-resident run of the same batch: {'yes' if identical else 'NO'}")
+    if moved:
+        out.print(f"logits independent of the batch: no ({'; '.join(moved)})", markup=False)
+        out.print(
+            "(the engine's own layers choose their arithmetic by the batch's shape; --strict makes it a failure)"
+        )
+    else:
+        out.print("logits independent of the batch: yes")

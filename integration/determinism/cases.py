@@ -34,10 +34,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One batch of prompts; ``alone`` is a batch of one."""
+    """One batch of prompts. alone: names of the workloads that run each of them by itself, if there are such."""
 
     name: str
     prompts: tuple[str, ...]
+    alone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +61,19 @@ class Job:
             model=raw["model"],
             config=raw["config"],
             cases=tuple(Case(**case) for case in raw["cases"]),
-            workloads=tuple(Workload(w["name"], tuple(w["prompts"])) for w in raw["workloads"]),
+            workloads=tuple(
+                Workload(w["name"], tuple(w["prompts"]), tuple(w["alone"])) for w in raw["workloads"]
+            ),
             tokens=raw["tokens"],
         )
 
 
 def make_cases(pools: Sequence[str], modes: Sequence[str]) -> tuple[Case, ...]:
-    """The all-resident reference first, then every pool in every mode, then the smallest pool in shuffled orders."""
+    """The all-resident reference first, then every pool in every mode, then the largest pool in shuffled orders."""
     cases = [Case("100% resident", "100%", "inline")]
     cases += [Case(f"pool {pool}, {mode}", pool, mode) for pool in pools for mode in modes]
     cases += [
-        Case(f"pool {pools[-1]}, {modes[0]}, slot order {seed}", pools[-1], modes[0], 2, seed)
+        Case(f"pool {pools[0]}, {modes[0]}, slot order {seed}", pools[0], modes[0], 2, seed)
         for seed in (1, 2)
     ]
     return tuple(cases)
@@ -79,11 +82,12 @@ def make_cases(pools: Sequence[str], modes: Sequence[str]) -> tuple[Case, ...]:
 def make_workloads(prompts: Sequence[str]) -> tuple[Workload, ...]:
     """Each prompt alone, all together, all together in reverse, and a prompt longer than one prefill chunk."""
     alone = [Workload(f"prompt {i} alone", (prompt,)) for i, prompt in enumerate(prompts)]
+    names = tuple(workload.name for workload in alone)
     text = "\n".join(prompts)
     long = text * max(1, -(-LONG_PROMPT_TOKENS * 3 // max(1, len(text))))
     return (
         *alone,
-        Workload("all together", tuple(prompts)),
-        Workload("all together, reversed", tuple(reversed(prompts))),
+        Workload("all together", tuple(prompts), names),
+        Workload("all together, reversed", tuple(reversed(prompts)), tuple(reversed(names))),
         Workload("a long prompt among others", (long[: LONG_PROMPT_TOKENS * 3], *prompts[:2])),
     )

@@ -9,15 +9,13 @@ import gc
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from vllm import LLM, SamplingParams
 
-from ziggurat.integration.vllm.capture import CapturedStep, read_capture
+from ziggurat.integration.determinism.compare import Outcome
+from ziggurat.integration.vllm.capture import read_capture
 from ziggurat.integration.vllm.settings import LOAD_FORMAT, to_additional_config
 from ziggurat.integration.vllm.tiered import close_all
 from ziggurat.residency.config import TiersConfig
@@ -33,18 +31,6 @@ SMALL_ENGINE: dict[str, Any] = {
     "max_num_seqs": 8,
     "seed": 0,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """tokens: sampled ids of each prompt. steps: every step's logits, in order."""
-
-    tokens: tuple[tuple[int, ...], ...]
-    steps: tuple[CapturedStep, ...]
-
-    def bits(self) -> list[npt.NDArray[np.uint32]]:
-        """Raw float32 bits of every step's logits, so that NaN and signed zeros compare too."""
-        return [step.logits.view(np.uint32) for step in self.steps]
 
 
 class Engine:

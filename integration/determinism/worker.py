@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from ziggurat.integration.determinism.cases import Job
-from ziggurat.integration.determinism.compare import differences
-from ziggurat.integration.determinism.engine import Outcome, open_engine
+from ziggurat.integration.determinism.compare import Outcome, differences, neighbour_differences
+from ziggurat.integration.determinism.engine import open_engine
 from ziggurat.residency.config import TiersConfig
 
 
@@ -20,12 +20,21 @@ def run(job: Job) -> bool:
     for case in job.cases:
         debug = {} if case.shuffle is None else {"shuffle_slots": case.shuffle}
         with open_engine(Path(job.model), case.tiers(base), debug) as engine:
+            answers: dict[str, Outcome] = {}
             for workload in job.workloads:
                 outcome = engine.run(workload.prompts, job.tokens)
                 expected = reference.setdefault(workload.name, outcome)
                 problems = differences(expected, outcome)
                 same &= not problems
-                _say(case=case.name, workload=workload.name, steps=len(outcome.steps), problems=problems)
+                answers[workload.name] = outcome
+                alone = [answers[name] for name in workload.alone]
+                _say(
+                    case=case.name,
+                    workload=workload.name,
+                    steps=len(outcome.steps),
+                    problems=problems,
+                    neighbours=neighbour_differences(alone, outcome) if alone else None,
+                )
     return same
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ziggurat.integration.determinism.engine import Engine, Outcome
+    from ziggurat.integration.determinism.compare import Outcome
+    from ziggurat.integration.determinism.engine import Engine
 
 SINGLE = "def read_config(path):\n    "
 BATCH = (

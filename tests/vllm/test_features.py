@@ -14,8 +14,8 @@ from support.checkpoints import write_checkpoint
 from support.engines import BATCH, LONG, SINGLE, assert_identical, run_workloads
 from support.processes import engine_process, make_job
 from support.server import free_port
-from ziggurat.integration.determinism.compare import differences
-from ziggurat.integration.determinism.engine import Outcome, open_engine
+from ziggurat.integration.determinism.compare import Outcome, differences
+from ziggurat.integration.determinism.engine import open_engine
 from ziggurat.integration.vllm.capture import read_capture
 from ziggurat.integration.vllm.compat import vllm_version
 from ziggurat.residency.config import TiersConfig

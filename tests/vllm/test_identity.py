@@ -10,8 +10,8 @@ import pytest
 
 from support.checkpoints import write_checkpoint
 from support.engines import LONG, assert_identical, run_workloads
-from ziggurat.integration.determinism.compare import differences
-from ziggurat.integration.determinism.engine import Outcome, open_engine
+from ziggurat.integration.determinism.compare import Outcome, differences
+from ziggurat.integration.determinism.engine import open_engine
 from ziggurat.residency.config import TiersConfig
 
 TiersFactory = Callable[..., TiersConfig]
