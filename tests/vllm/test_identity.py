@@ -19,7 +19,6 @@ Reference = Callable[[Path, str], dict[str, Outcome]]
 
 KINDS = ("qwen3", "olmoe", "mixtral", "deepseek2", "deepseek3")
 MODES: dict[str, dict[str, Any]] = {
-    "auto": {"mode": "auto"},
     "inline": {"mode": "inline"},
     "replay-0": {"mode": "replay", "max_replays": 0},
     "replay-1": {"mode": "replay", "max_replays": 1},
@@ -61,6 +60,14 @@ def test_demo_model(
     expected = reference(demo_model, "bf16")
     with open_engine(demo_model, make_tiers(pool=pool, **MODES[mode])) as engine:
         assert_identical(expected, run_workloads(engine))
+
+
+def test_auto_is_inline_on_the_cpu(demo_model: Path, make_tiers: TiersFactory, reference: Reference) -> None:
+    expected = reference(demo_model, "bf16")
+    with open_engine(demo_model, make_tiers(pool="25%", mode="auto")) as engine:
+        assert engine.service.mode.value == "inline"
+        assert_identical(expected, run_workloads(engine))
+        assert engine.service.metrics.value("ziggurat_replay_passes_total") == 0
 
 
 @pytest.mark.parametrize("codec", ["w2", "fp4"])
