@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -52,7 +54,7 @@ def blocks(draw: st.DrawFn) -> F64:
 
 
 def exactly(block: F64) -> list[scalar.Weight]:
-    return [(scalar.Fraction(abs(v)), bool(np.signbit(v))) for v in block.tolist()]
+    return [(Fraction(abs(v)), bool(np.signbit(v))) for v in block.tolist()]
 
 
 def dequantized(codes: npt.NDArray[np.uint8], bytes_: npt.NDArray[np.uint8], values: F64) -> F64:
@@ -91,7 +93,7 @@ def test_every_bf16_alone_in_its_block() -> None:
             continue
         weight = scalar.bf16(pattern)
         assert weight is not None
-        block = [weight, (scalar.Fraction(0), False)]  # one zero speaks for 31
+        block = [weight, (Fraction(0), False)]  # one zero speaks for 31
         expected, byte = scalar.fp4_block(block)
         assert (nibbles[i, 0], bytes_[i]) == (expected[0], byte)
         levels, byte = scalar.w2_block(block, False)
@@ -182,7 +184,7 @@ def test_w2_has_no_sign_bias_on_symmetric_input() -> None:
 )
 def test_zero_mode_alternates_below_five_percent(positive: int, negative: int, alternate: bool) -> None:
     assert quantize.zeros_alternate(positive, negative) is alternate
-    zeros = [(scalar.Fraction(0), False)] * positive + [(scalar.Fraction(0), True)] * negative
+    zeros = [(Fraction(0), False)] * positive + [(Fraction(0), True)] * negative
     assert scalar.zeros_alternate(zeros) is alternate
 
 
@@ -198,5 +200,5 @@ def test_rule_exponent_is_the_rounded_logarithm() -> None:
     amax = np.ldexp(rng.integers(1, 2**30, 20000).astype(np.float64), rng.integers(-190, 130, 20000))
     near = np.ldexp(np.round(np.ldexp(6 / np.sqrt(2), 27)) + np.arange(-3.0, 4.0), -27)
     amax = np.concatenate([amax, np.ldexp(near[:, None], np.arange(-160, 130)[None, :]).ravel(), [0.0]])
-    expected = [scalar.rule_exponent(scalar.Fraction(a)) for a in amax.tolist()]
+    expected = [scalar.rule_exponent(Fraction(a)) for a in amax.tolist()]
     assert quantize.rule_exponents(amax).tolist() == expected
