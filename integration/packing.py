@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from ziggurat.kernels.codecs.base import Codec
+from ziggurat.kernels.codecs.encoder import RowEncoder
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.config import TiersConfig
@@ -19,39 +17,13 @@ from ziggurat.stores.pack import Pack
 from ziggurat.stores.packformat import PackHeader, pack_filename
 from ziggurat.stores.progress import NoProgress, ProgressSink
 from ziggurat.stores.readers.registry import open_reader
-from ziggurat.stores.stored import StoredExpert
 
 _LOCK_POLL_SECONDS = 0.5
 
 
-class CodecEncoder:
-    """A codec at one model's expert size, in the shape that the pack builder asks for."""
-
-    def __init__(self, codec: Codec, hidden: int, intermediate: int) -> None:
-        self._codec = codec
-        self._whole = ExpertGeometry(hidden, intermediate)
-
-    @property
-    def name(self) -> str:
-        return self._codec.name
-
-    @property
-    def version(self) -> str:
-        return self._codec.version
-
-    def row_bytes(self, tp_size: int) -> int:
-        """Payload bytes of one rank's row; CodecError if the size does not fit the codec's layout."""
-        geometry = self._whole.shard(tp_size)
-        self._codec.check(geometry)
-        return self._codec.row_bytes(geometry)
-
-    def encode(self, expert: StoredExpert, tp_size: int, outs: Mapping[int, torch.Tensor]) -> None:
-        self._codec.encode(expert, tp_size, outs)
-
-
-def encoder_for(checkpoint: Checkpoint, codec_name: str) -> CodecEncoder:
+def encoder_for(checkpoint: Checkpoint, codec_name: str) -> RowEncoder:
     """The encoder of a checkpoint's experts with a named codec."""
-    return CodecEncoder(get_codec(codec_name), checkpoint.hidden, checkpoint.intermediate)
+    return RowEncoder(get_codec(codec_name), ExpertGeometry(checkpoint.hidden, checkpoint.intermediate))
 
 
 def wanted_headers(checkpoint: Checkpoint, config: TiersConfig, tp_size: int) -> list[PackHeader]:
