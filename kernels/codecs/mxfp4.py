@@ -44,8 +44,6 @@ def mxfp4_chunks(
     for first, last in pieces(source, start, stop, _WEIGHTS):
         codes = mxfp4_codes(block_major(source.bits[first:last], np.uint16), grid)
         even, odd = codes & 15, codes >> 4
-        if not grid.has_zero:
-            even &= 3
         scales = source.scale_bits[first:last]
         if scales.max() >= RISKY_SCALE_BYTE:
             by_block = np.stack([even, odd], axis=-1).reshape(8, -1, 4).transpose(1, 0, 2)

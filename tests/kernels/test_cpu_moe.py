@@ -162,3 +162,17 @@ def test_combine_is_the_same_for_a_token_alone() -> None:
 def test_position_is_checked_on_this_machine(threads: int) -> None:
     """The fast way is taken where these tests run; if not, that is worth knowing, not an error of the results."""
     assert rowwise.position_free(256, 128, threads)
+
+
+def test_a_blas_that_treats_rows_differently_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose last rows are summed in another order, as a kernel for the rows that do not fill a tile would."""
+
+    def uneven(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = x @ weight.T
+        out[6:] = x[6:, ::2] @ weight[:, ::2].T + x[6:, 1::2] @ weight[:, 1::2].T
+        return out
+
+    monkeypatch.setattr(rowwise, "linear", uneven)
+    assert not rowwise.position_free.__wrapped__(64, 256, 1)
+    monkeypatch.setattr(rowwise, "linear", lambda x, w: (x @ w.T) + x.abs().max() * 1e-3)  # neighbours show
+    assert not rowwise.position_free.__wrapped__(64, 256, 1)

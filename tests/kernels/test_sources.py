@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import weights as source
 from support.scalar_codec import as_float
 from ziggurat.kernels.errors import CodecError, NonFiniteWeightError
-from ziggurat.kernels.sources import dequantize_source
+from ziggurat.kernels.sources import SourceArrays, dequantize_source
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
@@ -28,6 +28,15 @@ def test_values_are_exactly_those_of_the_scalar_implementation(seed: int, format
     assert torch.equal(
         bits_of(dequantize_source(weight)), bits_of(torch.tensor(expected, dtype=torch.float64))
     )
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), format=st.sampled_from(source.FORMATS))
+def test_some_rows_are_those_of_the_whole(seed: int, format: str) -> None:
+    rng = np.random.default_rng(seed)
+    arrays = SourceArrays(source.awkward_weight(rng, format, 64, 96))
+    start, stop = sorted(rng.integers(0, 65, 2).tolist())
+    np.testing.assert_array_equal(arrays.values(start, stop), arrays.values(0, 64)[start:stop])
 
 
 @settings(max_examples=60, deadline=None)

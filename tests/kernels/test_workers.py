@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import threading
 
-import numpy as np
 import pytest
 
 from ziggurat.kernels.codecs import workers
@@ -28,21 +27,30 @@ def test_results_come_in_order(cores: int) -> None:
 def test_every_task_has_ended_when_an_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "available_cores", lambda: 2)
     monkeypatch.setattr(workers, "_executors", {})
-    failed = threading.Event()
-    done: list[int] = []
+    running, go, returned = threading.Event(), threading.Event(), threading.Event()
+    errors: list[str] = []
 
     def fail() -> None:
-        failed.set()
         raise ValueError("first")
 
-    def finish_late() -> None:
-        failed.wait(30)
-        np.zeros(1 << 22).sum()
-        done.append(1)
+    def last_one() -> None:
+        running.set()
+        go.wait(60)
 
-    with pytest.raises(ValueError, match="first"):
-        run_all([finish_late, fail, finish_late])
-    assert len(done) == 2
+    def caller() -> None:
+        try:
+            run_all([fail, last_one])
+        except ValueError as error:
+            errors.append(str(error))
+        returned.set()
+
+    thread = threading.Thread(target=caller)
+    thread.start()
+    assert running.wait(60)
+    assert not returned.wait(0.2)  # it must not return before `go`, however long that takes
+    go.set()
+    thread.join(60)
+    assert errors == ["first"]
 
 
 def test_the_first_error_in_order_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
