@@ -45,6 +45,8 @@ def serve(
     preflight(folder, tiers, tp)
     with Checkpoint.open(folder) as checkpoint, RowProgress(f"packing {tiers.codecs.base}") as progress:
         ensure_packs(checkpoint, tiers, tp, progress)
+    # Steps are taken over in vLLM's V1 model runner, which later releases no longer choose by themselves.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments])
 
