@@ -30,16 +30,19 @@ def measure(
 
     encode: experts from the page cache into rows in memory. pack: the whole job, checksums, file and fsync too.
     copy: the same source bytes from the page cache's mapping into memory that is already there. All use every core.
-    Each repetition copies, encodes and packs in turn. cpu_s: the fewest processor seconds, over all threads.
+    Each repetition copies, encodes and packs in turn; the copy of a source counts for all codecs, since its bytes are
+    the same. cpu_s: the fewest processor seconds, over all threads.
     """
     runs = []
     for source in SOURCES:
         with tempfile.TemporaryDirectory(prefix="ziggurat-packing-", dir=folder) as work:
             model = Path(work) / "model"
-            nbytes = write_experts(model, source, layers, experts)
-            for codec in CODECS:
-                runs.append(_measure(model, source, codec, nbytes, repeats, Path(work)))
-                tell(_line(runs[-1]))
+            mb = write_experts(model, source, layers, experts) / 1e6
+            spent = {codec: _measure(model, codec, repeats, Path(work)) for codec in CODECS}
+        copies = [copy for found in spent.values() for copy in found["copy"]]
+        for codec, found in spent.items():
+            runs.append(_record(source, codec, mb, {**found, "copy": copies}))
+            tell(_line(runs[-1]))
     return {
         "hidden": 2048,
         "intermediate": 768,
@@ -49,17 +52,24 @@ def measure(
     }
 
 
-def _measure(model: Path, source: str, codec: str, nbytes: int, repeats: int, work: Path) -> dict[str, Any]:
+def _measure(model: Path, codec: str, repeats: int, work: Path) -> dict[str, list[Seconds]]:
+    """What every repetition of each job took."""
     jobs: dict[str, Callable[[Checkpoint], Seconds]] = {
         "copy": _copy,
         "encode": lambda checkpoint: _encode(checkpoint, codec),
         "pack": lambda checkpoint: _pack(checkpoint, codec, work),
     }
+    spent: dict[str, list[Seconds]] = {name: [] for name in jobs}
     with Checkpoint.open(model) as checkpoint:
-        found = [{name: job(checkpoint) for name, job in jobs.items()} for _ in range(repeats)]
-    wall = {name: min(spent[name].wall for spent in found) for name in jobs}
-    cpu = {name: min(spent[name].cpu for spent in found) for name in jobs}
-    mb = nbytes / 1e6
+        for _ in range(repeats):
+            for name, job in jobs.items():
+                spent[name].append(job(checkpoint))
+    return spent
+
+
+def _record(source: str, codec: str, mb: float, spent: dict[str, list[Seconds]]) -> dict[str, Any]:
+    wall = {name: min(one.wall for one in found) for name, found in spent.items()}
+    cpu = {name: min(one.cpu for one in found) for name, found in spent.items()}
     return {
         "source": source,
         "codec": codec,
