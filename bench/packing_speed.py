@@ -112,9 +112,7 @@ def _copy(checkpoint: Checkpoint) -> Seconds:
         if tensor is not None
     ]
     # As large as the source: a small target would stay in the cache, and memory would only be read.
-    targets = torch.zeros(sum(part.numel() for part in parts), dtype=torch.uint8).split(
-        [part.numel() for part in parts]
-    )
+    targets = [torch.zeros_like(part) for part in parts]
     threads = torch.get_num_threads()
     torch.set_num_threads(available_cores())
     try:
