@@ -112,7 +112,7 @@ def _copy(checkpoint: Checkpoint) -> Seconds:
         if tensor is not None
     ]
     # As large as the source: a small target would stay in the cache, and memory would only be read.
-    targets = [torch.zeros_like(part) for part in parts]
+    targets = [torch.ones_like(part) for part in parts]  # zeros would be given pages only when written to
     threads = torch.get_num_threads()
     torch.set_num_threads(available_cores())
     try:
