@@ -116,9 +116,21 @@ def throughput(result: Mapping[str, Any]) -> str:
     )
 
 
+def boot(result: Mapping[str, Any]) -> str:
+    """Seconds until the server is ready, without and with packs."""
+    rows = [
+        ["first start, packs the experts", f"{result['first_start_seconds']:.1f} s"],
+        ["later starts", f"{result['second_start_seconds']:.1f} s"],
+    ]
+    checkpoint, packs = result["checkpoint_bytes"] / 2**30, result["pack_bytes"] / 2**30
+    what = f"ready to serve ({checkpoint:.1f} GiB of bf16, {packs:.1f} GiB of `{result['codec']}` rows)"
+    return f"{markdown([what, 'after'], rows)}\n{_origin(result)}\n"
+
+
 RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "heldout_loss": heldout_loss,
     "throughput": throughput,
+    "boot": boot,
 }
 
 
