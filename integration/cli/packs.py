@@ -40,7 +40,7 @@ def pack(model: ModelArgument = None, config: ConfigOption = None, tp: TensorPar
         from ziggurat.integration.packing import encoder_for
 
         bound = peak_bytes(checkpoint, encoder_for(checkpoint, tiers.codecs.base), tp)
-        out.print(f"host memory for packing: at most {bound / 2**20:.0f} MiB, whatever the size of the model")
+        out.print(f"host memory for packing: at most {bound / 2**20:.0f} MiB")
         with RowProgress(f"packing {tiers.codecs.base}") as progress:
             paths = ensure_packs(checkpoint, tiers, tp, progress, wait=False)
     for path in paths:
