@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
 
 from ziggurat.integration.determinism.compare import Outcome
 from ziggurat.integration.vllm.capture import read_capture
 from ziggurat.integration.vllm.settings import LOAD_FORMAT, to_additional_config
 from ziggurat.integration.vllm.tiered import close_all
 from ziggurat.residency.config import TiersConfig
-
-# Engines collect garbage several times at start and end; what the imports above made need not be walked each time.
-gc.collect()
-gc.freeze()
 
 SMALL_ENGINE: dict[str, Any] = {
     "enforce_eager": True,
@@ -69,6 +66,9 @@ def open_engine(
     """An engine of ``model`` behind ``tiers``; torn down completely on exit."""
     with tempfile.TemporaryDirectory(prefix="ziggurat-capture-") as folder:
         arguments = {**SMALL_ENGINE, **engine}
+        # Engines collect garbage several times at their start; what is alive already need not be walked each time.
+        # (Their end undoes it.)
+        gc.freeze()
         llm = LLM(
             model=str(model),
             load_format=LOAD_FORMAT,
@@ -81,11 +81,4 @@ def open_engine(
             close_all()
             llm.llm_engine.engine_core.shutdown()
             del llm
-            _release()
-
-
-def _release() -> None:
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()
-    gc.collect()
+            cleanup_dist_env_and_memory()
