@@ -32,7 +32,7 @@ class Hook:
             target = getattr(target, part)
         if not callable(target):
             raise AttributeError(f"{self.qualname} is not callable")
-        return target  # type: ignore[no-any-return]  # vLLM is untyped to us
+        return target
 
 
 _FUSED = "vllm.model_executor.layers.fused_moe"

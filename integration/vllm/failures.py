@@ -156,4 +156,4 @@ def _generation_error() -> type[Exception]:
         from vllm.exceptions import GenerationError
     except ImportError:
         from vllm.entrypoints.openai.engine.protocol import GenerationError
-    return GenerationError  # type: ignore[no-any-return]
+    return GenerationError

@@ -78,7 +78,7 @@ class TieredMoEMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        return torch.ops.ziggurat.moe(x, topk_weights, topk_ids, layer.layer_name)  # type: ignore[no-any-return]
+        return torch.ops.ziggurat.moe(x, topk_weights, topk_ids, layer.layer_name)
 
     def apply_monolithic(
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
@@ -97,4 +97,4 @@ class TieredMoEMethod(FusedMoEMethodBase):
             routed_scaling_factor=layer.routed_scaling_factor,
             e_score_correction_bias=layer.e_score_correction_bias,
         )
-        return torch.ops.ziggurat.moe(x, topk_weights, topk_ids, layer.layer_name)  # type: ignore[no-any-return]
+        return torch.ops.ziggurat.moe(x, topk_weights, topk_ids, layer.layer_name)
