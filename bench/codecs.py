@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ import torch
 
 from ziggurat.kernels.codecs.base import Codec
 from ziggurat.kernels.codecs.registry import codec_names, get_codec
-from ziggurat.kernels.codecs.workers import available_cores
 from ziggurat.kernels.geometry import ExpertGeometry
 
 
@@ -116,10 +116,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    torch.set_num_threads(available_cores())
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     geometry = ExpertGeometry(options.hidden, options.intermediate)
     results = []
-    print(f"hidden {options.hidden}, intermediate {options.intermediate}, {available_cores()} threads")
+    print(
+        f"hidden {options.hidden}, intermediate {options.intermediate}, {len(os.sched_getaffinity(0))} threads"
+    )
     print(
         f"{'source':16}{'codec':6}{'MB/s':>8}{'copy':>8}{'ratio':>7}{'MB/core-s':>11}{'copy':>8}{'ratio':>7}"
     )
@@ -156,7 +158,7 @@ def main() -> None:
             )
     if options.json:
         options.json.write_text(
-            json.dumps({"threads": available_cores(), "results": results}, indent=1) + "\n"
+            json.dumps({"threads": len(os.sched_getaffinity(0)), "results": results}, indent=1) + "\n"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,6 @@ import torch
 
 from bench.synthetic import write_experts
 from ziggurat.integration.packing import encoder_for, ensure_packs
-from ziggurat.kernels.codecs.workers import available_cores
 from ziggurat.residency.config import TiersConfig
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.stored import StoredWeight
@@ -114,7 +114,7 @@ def _copy(checkpoint: Checkpoint) -> Seconds:
     # As large as the source: a small target would stay in the cache, and memory would only be read.
     targets = [torch.ones_like(part) for part in parts]  # zeros would be given pages only when written to
     threads = torch.get_num_threads()
-    torch.set_num_threads(available_cores())
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
         with _timed() as spent:
             for part, target in zip(parts, targets, strict=True):

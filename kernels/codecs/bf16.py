@@ -12,7 +12,6 @@ import torch
 from ziggurat.kernels.codecs.base import DecodedExpert, ExpertSource, Section
 from ziggurat.kernels.codecs.expert import opened_expert, row_arrays, row_payload
 from ziggurat.kernels.codecs.rounding import bf16_rows
-from ziggurat.kernels.codecs.workers import run_all
 from ziggurat.kernels.formats import U16
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.kernels.sources import SourceArrays
@@ -59,7 +58,8 @@ class Bf16Codec:
                         out = w13_out[0 if source is w1 else 1, begin - rank * inner : end - rank * inner]
                         targets.append((slice(begin - first, end - first), slice(0, None), out))
                 jobs.append(partial(_encode_rows, source, first, last, targets))
-        run_all(jobs)
+        for job in jobs:
+            job()
 
     def decode(self, row: torch.Tensor, geometry: ExpertGeometry) -> DecodedExpert:
         payload = row_payload(row, self.row_bytes(geometry)).view(np.uint16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,6 @@ from ziggurat.kernels.codecs.layout import (
 )
 from ziggurat.kernels.codecs.quantize import zeros_alternate
 from ziggurat.kernels.codecs.tiles import Quantized
-from ziggurat.kernels.codecs.workers import run_all
 from ziggurat.kernels.errors import CodecError
 from ziggurat.kernels.formats import U8
 from ziggurat.kernels.geometry import ExpertGeometry
@@ -38,6 +38,10 @@ _TASK_ROWS = 128
 _GUESS_FROM = 512
 #: Zeros that say something about those of the rest.
 _GUESS_ZEROS = 64
+#: One expert is quantized at a time, on its caller's thread. The pieces' numpy calls are so short that two threads lose
+#: more to handing the interpreter lock over than the second core gives (measured by bench/throughput.py: 0.6 to 0.8 of
+#: one thread's rate); threads that read, check and write rows run beside it.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +141,8 @@ class TiledCodec(ABC):
             encode = partial(self._encode_rows, quantizer, source, targets=wanted)
             jobs.append(_Job(encode, list(_tasks(source.rows, wanted)), guess))
         while tasks := [partial(job.encode, *rows, job.alternate) for job in jobs for rows in job.pending]:
-            results = iter(run_all(tasks))
+            with _ONE_AT_A_TIME:
+                results = iter([task() for task in tasks])
             for job in jobs:
                 zeros = {rows: next(results) for rows in job.pending}
                 job.zeros.update(zeros)
