@@ -39,8 +39,8 @@ _GUESS_FROM = 512
 #: Zeros that say something about those of the rest.
 _GUESS_ZEROS = 64
 #: One expert is quantized at a time, on its caller's thread. The pieces' numpy calls are so short that two threads lose
-#: more to handing the interpreter lock over than the second core gives (measured by bench/throughput.py: 0.6 to 0.8 of
-#: one thread's rate); threads that read, check and write rows run beside it.
+#: more to handing the interpreter lock over than the second core gives; threads that check and write rows run
+#: beside it.
 _ONE_AT_A_TIME = threading.Lock()
 
 
