@@ -7,9 +7,11 @@ faster. The list of rows travels in the kernel's parameter: no staging buffer, n
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ziggurat.kernels.cuda.errors import LaunchError
 from ziggurat.kernels.cuda.library import kernel
@@ -20,6 +22,7 @@ VECTOR = 16  # bytes of one load; sources, destinations and sizes are multiples
 CHUNK = 8 * THREADS * VECTOR  # bytes that a block copies at a time
 # Eight blocks of 64 KiB in flight saturate PCIe 5 x16 on an H200; a few more hide the ends of rows.
 BLOCKS = 32
+_LARGEST = 32 << 30  # so that the kernel counts vectors in 32 bits
 
 
 class GatherParams(ctypes.Structure):
@@ -37,13 +40,16 @@ class GatherParams(ctypes.Structure):
 class GatherKernel:
     """Moves rows by loads from mapped host memory; a RowMover.
 
-    Addresses are device addresses: those of page-locked memory as the GPU sees it, and of the pool.
+    Addresses are device addresses: those of page-locked memory as the GPU sees it, and of the pool. One object may be
+    used by several threads.
     """
 
     def __init__(self, device: int, *, blocks: int = BLOCKS) -> None:
         """Load the kernel onto device number `device`. Raises UnsupportedGpuError, ImageError or CudaError."""
         self._kernel = kernel("gather_rows", device)
         self._blocks = blocks
+        self._batch = Batch()
+        self._lock = threading.Lock()
 
     def move(self, dst: Sequence[int], src: Sequence[int], nbytes: Sequence[int], stream: int) -> None:
         """Enqueue the copy of every row on `stream`: nbytes[i] bytes from src[i] to dst[i]. Does not wait.
@@ -51,38 +57,44 @@ class GatherKernel:
         Addresses and sizes are multiples of 16; rows do not overlap. Sources stay as they are until the copy is done.
         Raises LaunchError for lists of different lengths and for what is not a multiple of 16.
         """
-        for params, blocks in batches(dst, src, nbytes, self._blocks):
-            self._kernel.launch(blocks, THREADS, params, stream=stream)
+        rows = columns(dst, src, nbytes)
+        with self._lock:  # a launch copies its parameter, so the next one can refill it
+            for start in range(0, rows.shape[1], MAX_ROWS):
+                chunks = self._batch.fill(rows[:, start : start + MAX_ROWS])
+                if chunks:
+                    blocks = min(self._blocks, chunks)
+                    self._kernel.launch(blocks, THREADS, self._batch.params, stream=stream)
 
 
-def batches(
-    dst: Sequence[int], src: Sequence[int], nbytes: Sequence[int], most: int = BLOCKS
-) -> list[tuple[GatherParams, int]]:
-    """The launches that copy these rows: the parameter of each and its number of blocks, at most `most`.
+class Batch:
+    """The parameter of one launch, refilled in place."""
 
-    Raises LaunchError for lists of different lengths and for what is not a multiple of 16.
-    """
-    columns = (np.array(dst, np.uint64), np.array(src, np.uint64), np.array(nbytes, np.uint64))
-    lengths = tuple(len(column) for column in columns)
-    if len(set(lengths)) != 1:
-        raise LaunchError(f"lists of {lengths[0]} destinations, {lengths[1]} sources and {lengths[2]} sizes")
-    for name, column in zip(("destination", "source", "size"), columns, strict=True):
-        if (odd := column % VECTOR != 0).any():
-            row = int(odd.argmax())
-            raise LaunchError(f"row {row}: {name} {int(column[row]):#x} is not a multiple of {VECTOR}")
-    vectors = columns[2] // VECTOR
-    if (large := vectors >= 1 << 31).any():
-        row = int(large.argmax())
-        raise LaunchError(f"row {row} has {int(columns[2][row])} bytes; the kernel copies less than 32 GiB")
-    made: list[tuple[GatherParams, int]] = []
-    for start in range(0, lengths[0], MAX_ROWS):
-        count = min(MAX_ROWS, lengths[0] - start)
-        params = GatherParams(rows=count)
-        here = slice(start, start + count)
-        np.frombuffer(params.dst, np.uint64)[:count] = columns[0][here]
-        np.frombuffer(params.src, np.uint64)[:count] = columns[1][here]
-        np.frombuffer(params.vectors, np.uint32)[:count] = vectors[here]
-        chunks = int((-(-columns[2][here].astype(np.int64) // CHUNK)).sum())
-        if chunks:
-            made.append((params, min(most, chunks)))
-    return made
+    def __init__(self) -> None:
+        self.params = GatherParams()
+        self._dst = np.frombuffer(self.params.dst, np.uint64)
+        self._src = np.frombuffer(self.params.src, np.uint64)
+        self._vectors = np.frombuffer(self.params.vectors, np.uint32)
+
+    def fill(self, rows: npt.NDArray[np.uint64]) -> int:
+        """Take the rows of a [3, up to 200] part of `columns`; returns how many chunks they are."""
+        count = rows.shape[1]
+        self.params.rows = count
+        self._dst[:count] = rows[0]
+        self._src[:count] = rows[1]
+        self._vectors[:count] = rows[2] // VECTOR
+        return int(((rows[2] + (CHUNK - 1)) // CHUNK).sum())
+
+
+def columns(dst: Sequence[int], src: Sequence[int], nbytes: Sequence[int]) -> npt.NDArray[np.uint64]:
+    """Destinations, sources and sizes as uint64 [3, rows]. Raises LaunchError for what the kernel cannot copy."""
+    if not len(dst) == len(src) == len(nbytes):
+        raise LaunchError(f"lists of {len(dst)} destinations, {len(src)} sources and {len(nbytes)} sizes")
+    rows = np.array((dst, src, nbytes), np.uint64)
+    if np.bitwise_or.reduce(rows, axis=None) % VECTOR:
+        which, row = (int(i[0]) for i in np.nonzero(rows % VECTOR))
+        name = ("destination", "source", "size")[which]
+        raise LaunchError(f"row {row}: {name} {int(rows[which, row]):#x} is not a multiple of {VECTOR}")
+    if rows.shape[1] and rows[2].max() >= _LARGEST:
+        row = int(rows[2].argmax())
+        raise LaunchError(f"row {row} has {int(rows[2, row])} bytes; the kernel copies less than 32 GiB")
+    return rows

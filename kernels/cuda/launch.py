@@ -85,9 +85,12 @@ class Kernel:
         configuration = self._configurations.get(key)
         if configuration is None:
             configuration = self._configure(key)
-        # The array is this call's own: two threads may launch the same kernel.
-        pointer = _POINTER(ctypes.addressof(params))
-        (status,) = self._launch(configuration, self._function, ctypes.addressof(pointer), 0)
+        kept = params.__dict__.get("_launch")
+        if kept is None:
+            # The driver wants an array of pointers to parameters. It lives as long as the struct that it points to.
+            pointer = _POINTER(ctypes.addressof(params))
+            kept = params.__dict__["_launch"] = (ctypes.addressof(pointer), pointer)
+        (status,) = self._launch(configuration, self._function, kept[0], 0)
         if status != 0:
             raise CudaError(
                 "cuLaunchKernelEx",
