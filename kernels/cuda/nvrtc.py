@@ -61,7 +61,7 @@ def sources_of(source: str, folder: Path) -> dict[str, str]:
         if name in found:
             continue
         try:
-            found[name] = (folder / name).read_text()
+            found[name] = (folder / name).read_text(encoding="utf-8")
         except OSError as error:
             raise BuildError(f"source {name}: {error.strerror or error} in {folder}") from error
         waiting += _INCLUDE.findall(found[name])
