@@ -175,7 +175,7 @@ def test_one_unit_is_rebuilt_beside_the_others(tree: Path) -> None:
     ("source", "message"),
     [
         ("broken", r"tiny\.cu does not compile for sm_\w+:\n(.|\n)*tiny\.cu\(1\): error"),
-        ('#include "nowhere.cuh"', r"source nowhere\.cuh: No such file"),
+        ('#include "nowhere.cuh"', r"tiny\.cu does not compile for sm_80:\n(.|\n)*nowhere\.cuh"),
         ("__device__ int nothing;", "holds no kernel"),
         ('extern "C" __global__ void bare() {}', "bare takes no parameter"),
         ('extern "C" __global__ void unused(int p) { int left; }', "gives warnings for sm_80:(.|\n)*left"),
@@ -190,6 +190,19 @@ def test_a_bad_source_is_refused_and_changes_nothing(tree: Path, source: str, me
     with pytest.raises(BuildError, match=message):
         differences(tree, names=("tiny",))
     assert {path.name: path.read_bytes() for path in (tree / "images").iterdir()} == before
+
+
+def test_a_missing_source_is_named(tree: Path) -> None:
+    (tree / "src" / "tiny.cu").unlink()
+    with pytest.raises(BuildError, match=r"source tiny\.cu: No such file"):
+        differences(tree)
+
+
+def test_an_include_of_another_configuration_may_be_missing(tree: Path) -> None:
+    code = KERNEL.replace("NAME", "tiny")
+    (tree / "src" / "tiny.cu").write_text(f'#ifdef EMULATED\n#include "nowhere.cuh"\n#endif\n{code}')
+    images.build(["tiny"], units=BOTH, sources=tree / "src", images=tree / "images")
+    assert differences(tree) == []
 
 
 def test_another_compiler_is_refused(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import pytest
 from support import sass
 from ziggurat.kernels.cuda import images, manifest, nvrtc
 from ziggurat.kernels.cuda.gather import GatherParams
+from ziggurat.kernels.cuda.params import LayerParams
 from ziggurat.kernels.cuda.units import IMAGES, SOURCES, TARGETS, UNITS, Unit
 
 # One block-scaled matrix instruction: 16 x 8 x 32, E5M2 weights, E4M3 activations, a UE8M0 scale per 32 of k.
@@ -67,16 +68,16 @@ def test_an_image_holds_the_kernels_that_the_manifest_lists(name: str, target: s
 
 @pytest.mark.parametrize(("name", "target"), CODE)
 def test_no_kernel_spills_or_uses_local_memory(name: str, target: str) -> None:
-    for kernel, record in manifest.read(IMAGES).units[name].targets[target].items():
-        assert (record.stack, record.spill_stores, record.spill_loads) == (0, 0, 0), kernel
-    for kernel, code in opcodes(name, target).items():
-        assert len(code) > 10, kernel
-        assert sass.local_accesses(code) == [], kernel
+    told = {
+        kernel: (record.stack, record.spill_stores, record.spill_loads)
+        for kernel, record in manifest.read(IMAGES).units[name].targets[target].items()
+    }
+    assert {kernel: used for kernel, used in told.items() if used != (0, 0, 0)} == {}
+    code = opcodes(name, target)
+    assert all(len(instructions) > 10 for instructions in code.values())
+    assert {kernel: found for kernel in code if (found := sass.local_accesses(code[kernel]))} == {}
 
 
-@pytest.mark.skipif(
-    not any(u.name == "moe" for u in UNITS), reason="the unit of the layer's kernels is not here"
-)
 @pytest.mark.parametrize("pattern", GEMMS)
 def test_both_gemms_use_the_block_scaled_instruction_on_sm_120(pattern: str) -> None:
     found = {
@@ -99,10 +100,10 @@ def test_no_other_target_has_block_scaled_kernels(target: str) -> None:
     assert [name for name in kernels if name.endswith("_mx")] == []
 
 
-@pytest.mark.parametrize(("kernel", "struct"), [("gather_rows", GatherParams)])
-def test_structs_are_as_long_as_the_kernels_parameters(kernel: str, struct: type[ctypes.Structure]) -> None:
-    _, record = manifest.read(IMAGES).find(kernel)
-    sizes = {kernels[kernel].parameter for kernels in record.targets.values()}
+@pytest.mark.parametrize(("name", "struct"), [("gather", GatherParams), ("moe", LayerParams)])
+def test_structs_are_as_long_as_the_kernels_parameters(name: str, struct: type[ctypes.Structure]) -> None:
+    targets = manifest.read(IMAGES).units[name].targets
+    sizes = {record.parameter for kernels in targets.values() for record in kernels.values()}
     assert sizes == {ctypes.sizeof(struct)}
 
 
