@@ -1,7 +1,6 @@
 """The committed images: made of these sources, nothing spilled, the matrix instruction of sm_120 where it belongs.
 
-Whether their bytes are what the sources give, `python -m ziggurat.kernels.build --check` tells, one of the static
-checks.
+Whether their bytes are what the sources give, `bash .ci/run images` tells.
 """
 
 from __future__ import annotations
