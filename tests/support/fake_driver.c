@@ -15,7 +15,7 @@
 #define INVALID_CONTEXT 201
 #define NO_BINARY 209
 #define NOT_FOUND 500
-#define TOO_MUCH_SHARED 227232
+#define SHARED_LIMIT 227232
 
 typedef struct { int id; char pad[4]; union { int number; char space[64]; } value; } Attribute;
 typedef struct {
@@ -58,7 +58,7 @@ int cuDeviceGetAttribute(int *value, int which, int device) {
     (void)device;
     if (which == 75) *value = capability / 10;
     else if (which == 76) *value = capability % 10;
-    else if (which == 97) *value = TOO_MUCH_SHARED;
+    else if (which == 97) *value = SHARED_LIMIT;
     else return INVALID_VALUE;
     return OK;
 }
@@ -96,10 +96,11 @@ int cuKernelGetParamInfo(void *kernel, size_t index, size_t *offset, size_t *siz
 }
 int cuKernelSetAttribute(int which, int value, void *kernel, int device) {
     (void)kernel; (void)device;
-    if (which != 8 || value > TOO_MUCH_SHARED) return INVALID_VALUE;
+    if (which != 8 || value + 1001 > SHARED_LIMIT) return INVALID_VALUE;
     fake_record.allowed_shared = (unsigned)value;
     return OK;
 }
+// Number 1 is static shared memory: 1001 bytes.
 int cuFuncGetAttribute(int *value, int which, void *function) { (void)function; *value = 1000 + which; return OK; }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t shared) {
     (void)function; (void)shared;
@@ -108,7 +109,7 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int
 }
 int cuLaunchKernelEx(const Config *config, void *function, void **parameters, void **extra) {
     if (extra || !config->grid[0] || config->block[0] * config->block[1] * config->block[2] > 1024) return INVALID_VALUE;
-    if (config->shared > 49152 && config->shared > fake_record.allowed_shared) return INVALID_VALUE;
+    if (config->shared + 1001 > 49152 && config->shared > fake_record.allowed_shared) return INVALID_VALUE;
     fake_record.launches++;
     memcpy(fake_record.grid, config->grid, sizeof config->grid);
     memcpy(fake_record.block, config->block, sizeof config->block);

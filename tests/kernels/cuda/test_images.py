@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from support import sass
-from ziggurat.kernels.cuda import images, manifest, nvrtc
+from ziggurat.kernels.cuda import images, layer, manifest, nvrtc
 from ziggurat.kernels.cuda.gather import GatherParams
 from ziggurat.kernels.cuda.params import LayerParams
-from ziggurat.kernels.cuda.units import IMAGES, SOURCES, TARGETS, UNITS, Unit
+from ziggurat.kernels.cuda.units import IMAGES, SHARED_LIMITS, SOURCES, TARGETS, UNITS, Unit
 
 # One block-scaled matrix instruction: 16 x 8 x 32, E5M2 weights, E4M3 activations, a UE8M0 scale per 32 of k.
 BLOCK_SCALED = "QMMA.SF.16832.F32.E5M2.E4M3.E8"
@@ -104,6 +104,19 @@ def test_structs_are_as_long_as_the_kernels_parameters(name: str, struct: type[c
     targets = manifest.read(IMAGES).units[name].targets
     sizes = {record.parameter for kernels in targets.values() for record in kernels.values()}
     assert sizes == {ctypes.sizeof(struct)}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_decode_kernels_fit_the_shared_memory_of_every_target(target: str) -> None:
+    """What the H200 cannot show: its blocks have twice the memory of those of smaller GPUs."""
+    kernels = manifest.read(IMAGES).units["moe"].targets[target]
+    needed = {
+        name: record.shared + 8 * 2 * layer._STAGE[name.split("_decode_")[1].split("_")[0]]
+        for name, record in kernels.items()
+        if "_decode_" in name
+    }
+    assert needed
+    assert {name: size for name, size in needed.items() if size > SHARED_LIMITS[target]} == {}
 
 
 def test_the_checks_see_a_spill_and_the_instruction(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_shared_memory_beyond_48_kib_is_arranged_for_once(gpu: Path) -> None:
         LOAD
         + """
 k, seen = kernel("gather_rows", 0), []
-for size in (49152, 50000, 49999, 100000):
+for size in (48151, 48152, 48000, 100000):
     k.launch(1, 32, GatherParams(), shared=size, stream=0)
     seen.append(record()["allowed_shared"])
 error = refused(k.launch, 1, 32, GatherParams(), shared=300000, stream=0)
@@ -88,10 +88,10 @@ show(seen=seen, error=error, blocks=k.blocks_per_multiprocessor(512, 60000), use
 """
     )
     shown = fake_driver.run(gpu, program)
-    assert shown["seen"] == [0, 50000, 50000, 100000]
+    assert shown["seen"] == [0, 48152, 48152, 100000]
     assert shown["error"][0] == "CudaError"
     assert (
-        "gather_rows asks for 300000 bytes of shared memory; a block of this GPU has 227232"
+        "gather_rows asks for 300000 bytes of shared memory beside its own 1001; a block of this GPU has 227232"
         in shown["error"][1]
     )
     assert shown["blocks"] == 4
