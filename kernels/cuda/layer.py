@@ -216,6 +216,7 @@ class CudaLayerKernels:
         for first in range(0, tokens, self.part_tokens):
             count = min(self.part_tokens, tokens - first)
             self._point_at(x, topk_weights, topk_ids, first, count)
+            p.direct = tokens == 1
             p.prefill = None if prefill is None else prefill.data_ptr() + first
             self._route(gemms, count, count)
             self._multiply(gemms, count)
@@ -228,7 +229,7 @@ class CudaLayerKernels:
         if x.shape[0] > self.part_tokens:
             raise LayerError(f"{x.shape[0]} tokens at once: the workspace holds {self.part_tokens}")
         x, _, topk_ids = self._checked(x, None, topk_ids)
-        p.live, p.mode = live.data_ptr(), Mode.BEGIN
+        p.live, p.mode, p.direct = live.data_ptr(), Mode.BEGIN, 0
         self._point_at(x, None, topk_ids, 0, x.shape[0])
         self._route(self._gemms(x.shape[0]), x.shape[0], x.shape[0])
 
@@ -244,7 +245,7 @@ class CudaLayerKernels:
         """Compute the experts that have a slot in `slots`; each expert in exactly one chunk."""
         p = self._params
         x, _, topk_ids = self._checked(x, None, topk_ids)
-        p.slots, p.live, p.mode = slots.data_ptr(), live.data_ptr(), Mode.ADD
+        p.slots, p.live, p.mode, p.direct = slots.data_ptr(), live.data_ptr(), Mode.ADD, 0
         p.pool, p.stride = pool.data_ptr(), pool.stride(0)
         self._point_at(x, None, topk_ids, 0, x.shape[0])
         gemms = self._gemms(x.shape[0])

@@ -50,5 +50,6 @@ class LayerParams(ctypes.Structure):
         ("ids_are_64", ctypes.c_int32),
         ("mode", ctypes.c_int32),
         ("entry_pairs", ctypes.c_int32),
+        ("direct", ctypes.c_int32),
         ("limit", ctypes.c_float),
     ]

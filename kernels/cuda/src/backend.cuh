@@ -19,6 +19,7 @@ DEV u32 load_fresh(const u32* at) {
 }
 
 DEV int2 column_pair(const Params& p, const Entry& entry, i32 column) { // pair and token
+    if (p.direct) return make_int2(entry.begin, entry.begin / p.top_k);
     return p.pairs[entry.begin + min(column, entry.count - 1)];
 }
 
@@ -101,15 +102,17 @@ struct F16Path {
     };
 
     // What a decode warp multiplies: words, and scales that it has turned into floats once for all lanes of a row.
-    static constexpr bool FLOAT_SCALES = true;
+    static constexpr bool FLOAT_SCALES = FSC;
     struct Operand {
         u32 q[GROUP_TILES * Codec::WORDS];
+        u32 s0, s1;
         float f0[GROUP_TILES], f1[GROUP_TILES];
         __device__ __forceinline__ void load_tail(const Matrix& m, i32 tile, i32 group, i32 lane) {
             typename Codec::Group g;
             g.load_tail(m, tile, group, lane);
 #pragma unroll
             for (int i = 0; i < GROUP_TILES * Codec::WORDS; i++) q[i] = g.q[i];
+            s0 = g.s0, s1 = g.s1;
             f0[0] = block_scale<0>(g.s0), f0[1] = block_scale<1>(g.s0), f0[2] = block_scale<2>(g.s0);
             f1[0] = block_scale<0>(g.s1), f1[1] = block_scale<1>(g.s1), f1[2] = block_scale<2>(g.s1);
         }
@@ -118,7 +121,8 @@ struct F16Path {
     DEV void tile(const Operand& w, const Activations& x, float acc[4]) {
         u32 a[8];
         Codec::f16(w.q, KB, a);
-        scaled(a, x.b[KB], w.f0[KB], w.f1[KB], acc);
+        if (FSC) scaled(a, x.b[KB], w.f0[KB], w.f1[KB], acc);
+        else scaled(a, x.b[KB], block_scale<KB>(w.s0), block_scale<KB>(w.s1), acc);
     }
     DEV void scaled(const u32 a[8], const u32 b[4], float f0, float f1, float acc[4]) {
         float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};

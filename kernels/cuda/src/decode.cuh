@@ -1,6 +1,6 @@
 // Expert GEMMs for a few pairs an expert: all that counts is that each row's bytes stream through once.
 //
-// A block takes a unit: an entry (up to 8 pairs) and 2 or 4 tiles of 16 rows of its matrix. Its 4 warps split K. Every
+// A block takes a unit: an entry (up to 8 pairs) and 4 tiles (2 of verbatim rows) of 16 rows of its matrix. Its 4 warps split K. Every
 // warp has its own ring of two stages in shared memory: while it multiplies one stage, the next one, of the same unit
 // or of the block's next unit, is on its way. The four partial sums are added in order at the end, so a result depends
 // on nothing but its own pair. Blocks stay and take unit after unit.
@@ -21,25 +21,38 @@ struct Share {
     }
 };
 
-// A unit's place: tile i of it is `first + i * step` of the matrix, for i below `valid`.
+// An entry of the list of work. With one token (`direct`) there is no need for a list: its pairs are the entries, known
+// before the route kernel has run, so that weights can be asked for at once. A pair without a slot has no columns then.
+DEV i32 entry_count(const Params& p) { return p.direct ? p.tokens * p.top_k : *p.entry_count; }
+DEV Entry entry_at(const Params& p, i32 number) {
+    if (!p.direct) return p.entries[number];
+    const i32 e = number < live_tokens(p) * p.top_k ? expert_of(p, number) : -1;
+    const i32 slot = e < 0 ? -1 : p.slots[e];
+    return Entry{max(slot, 0), number, slot >= 0, e};
+}
+
+// A unit's place: tile i of it is tile `first + tile_offset(i)` of the matrix.
 struct Unit {
     Entry entry;
-    i32 block, first, step, valid;
+    i32 block, first, valid;
     Matrix m;
-    __device__ __forceinline__ i32 tile(i32 i) const { return first + min(i, valid - 1) * step; }
 };
 
-// Units of gate and up: tile b of the gate and tile b of the up projection.
+// Units of gate and up: COUNT / 2 consecutive tiles of the gate and the same ones of the up projection. Both numbers of
+// tiles are even.
+template <int COUNT>
 struct GateUpUnits {
-    static constexpr int TILES = 2;
-    DEV i32 blocks(const Params& p) { return p.inter / TILE_ROWS; }
+    static constexpr int TILES = COUNT;
+    DEV i32 blocks(const Params& p) { return p.inter / TILE_ROWS / (COUNT / 2); }
     DEV i32 k_tiles(const Params& p) { return p.hidden_size / TILE_K; }
     DEV void locate(const Params& p, Unit& u) {
         u.m.codes = p.pool + (i64)u.entry.slot * p.stride;
         u.m.scales = u.m.codes + p.w13_scales;
-        u.first = u.block;
-        u.step = blocks(p);
-        u.valid = 2;
+        u.first = u.block * (COUNT / 2);
+        u.valid = COUNT;
+    }
+    DEV i32 tile_offset(const Params& p, const Unit&, i32 i) {
+        return i % (COUNT / 2) + (i >= COUNT / 2 ? p.inter / TILE_ROWS : 0);
     }
 };
 // Units of down: consecutive tiles. Those beyond the matrix repeat its last one and are not stored.
@@ -53,9 +66,9 @@ struct DownUnits {
         u.m.codes = row + p.w2_codes;
         u.m.scales = row + p.w2_scales;
         u.first = u.block * COUNT;
-        u.step = 1;
         u.valid = min(COUNT, p.hidden_size / TILE_ROWS - u.first);
     }
+    DEV i32 tile_offset(const Params&, const Unit& u, i32 i) { return min(i, u.valid - 1); }
 };
 
 // The units of a block, one after the other, without a division for each.
@@ -80,7 +93,7 @@ struct Walk {
     }
     __device__ __forceinline__ Unit unit(const Params& p) const {
         Unit u;
-        u.entry = p.entries[entry];
+        u.entry = entry_at(p, entry);
         u.block = block;
         u.m.k_tiles = Units::k_tiles(p);
         Units::locate(p, u);
@@ -126,8 +139,9 @@ struct Ring {
         codes = Codec::Group::codes_of(u.m, u.first, next_base) + lane * 16;
         const i32 tile_bytes = u.m.k_tiles * (128 * WORDS);
 #pragma unroll
-        for (int i = 1; i < TILES; i++) offset[i - 1] = min(i, u.valid - 1) * u.step * tile_bytes;
-        scales = Codec::Group::scales_of(u.m, u.tile(min(lane / PIECES, TILES - 1)), next_base) + lane % PIECES * 16;
+        for (int i = 1; i < TILES; i++) offset[i - 1] = Units::tile_offset(p, u, i) * tile_bytes;
+        scales = Codec::Group::scales_of(u.m, u.first + Units::tile_offset(p, u, min(lane / PIECES, TILES - 1)), next_base) +
+                 lane % PIECES * 16;
     }
 
     __device__ __forceinline__ void issue(i32 into) {
@@ -215,18 +229,18 @@ DEV void multiply_group(const typename B::Operand& w, const typename B::Activati
 }
 
 // A last group of 1 to 3 k-tiles, straight from memory.
-template <class B, int TILES, class Source>
-DEV void multiply_tail(const Unit& u, const Share& share, i32 lane, const Source& source,
-                       float acc[TILES][4]) {
+template <class B, class Units, class Source>
+DEV void multiply_tail(const Params& p, const Unit& u, const Share& share, i32 lane, const Source& source,
+                       float acc[Units::TILES][4]) {
     if (share.full >= share.last) return;
     source.ready();
     typename B::Activations x;
     source.fetch(x, share.full, u.m.k_tiles - share.full * GROUP_TILES);
     source.convert(x);
 #pragma unroll
-    for (int i = 0; i < TILES; i++) {
+    for (int i = 0; i < Units::TILES; i++) {
         typename B::Operand w;
-        w.load_tail(u.m, u.tile(i), share.full, lane);
+        w.load_tail(u.m, u.first + Units::tile_offset(p, u, i), share.full, lane);
         multiply_group<B>(w, x, acc[i], u.m.k_tiles - share.full * GROUP_TILES);
     }
 }
@@ -246,8 +260,9 @@ DEV void multiply_streamed(Ring<B, Units>& ring, const Unit& u, const Share& sha
 #pragma unroll
         for (int a = 0; a < GROUPS; a++)
             if (base + a < share.full) {
+                if (!XPF && (a > 0 || base > share.first)) source.fetch(next, base + a);
                 typename B::Activations x = next;
-                if (base + a + 1 < share.full) source.fetch(next, base + a + 1);
+                if (XPF && base + a + 1 < share.full) source.fetch(next, base + a + 1);
                 source.convert(x);
 #pragma unroll
                 for (int i = 0; i < TILES; i++) {
@@ -259,18 +274,18 @@ DEV void multiply_streamed(Ring<B, Units>& ring, const Unit& u, const Share& sha
             }
         ring.done();
     }
-    multiply_tail<B, TILES>(u, share, lane, source, acc);
+    multiply_tail<B, Units>(ring.p, u, share, lane, source, acc);
 }
 
 // The same straight from memory to registers: for rows of 16-bit numbers, long enough to hide their own latency.
 template <class B, class Units, class Source>
-DEV void multiply_direct(const Unit& u, const Share& share, i32 lane, const Source& source,
+DEV void multiply_direct(const Params& p, const Unit& u, const Share& share, i32 lane, const Source& source,
                          float acc[Units::TILES][4]) {
     constexpr int TILES = Units::TILES;
     for (i32 group = share.first; group < share.full; group++) {
         typename B::Operand w[TILES];
 #pragma unroll
-        for (int i = 0; i < TILES; i++) w[i].load(u.m, u.tile(i), group, lane);
+        for (int i = 0; i < TILES; i++) w[i].load(u.m, u.first + Units::tile_offset(p, u, i), group, lane);
         source.ready();
         typename B::Activations x;
         source.fetch(x, group);
@@ -278,7 +293,7 @@ DEV void multiply_direct(const Unit& u, const Share& share, i32 lane, const Sour
 #pragma unroll
         for (int i = 0; i < TILES; i++) multiply_group<B>(w[i], x, acc[i]);
     }
-    multiply_tail<B, TILES>(u, share, lane, source, acc);
+    multiply_tail<B, Units>(p, u, share, lane, source, acc);
 }
 
 // How a unit is multiplied: through a ring where rows are packed.
@@ -296,11 +311,12 @@ struct Multiplier {
 };
 template <class B, class Units>
 struct Multiplier<B, Units, false> {
-    __device__ __forceinline__ Multiplier(const Params&, const Share&, u8*, i32, i32, const Walk<Units>&) {}
+    const Params& p;
+    __device__ __forceinline__ Multiplier(const Params& p, const Share&, u8*, i32, i32, const Walk<Units>&) : p(p) {}
     template <class Source>
     __device__ __forceinline__ void run(const Unit& u, const Share& share, i32 lane,
                                         const Source& source, float acc[Units::TILES][4]) {
-        multiply_direct<B, Units>(u, share, lane, source, acc);
+        multiply_direct<B, Units>(p, u, share, lane, source, acc);
     }
 };
 
@@ -325,31 +341,37 @@ extern __shared__ __align__(16) u8 ring_memory[];
 
 template <class B>
 DEV void gate_up_decode(const Params& p) {
-    typedef GateUpUnits Units;
-    __shared__ float shared[DECODE_WARPS][2][128];
-    wait_for_previous();
-    let_next_start();
+    typedef GateUpUnits<B::Codec::UNIT_TILES> Units;
+    constexpr int TILES = Units::TILES, HALF = TILES / 2;
+    __shared__ float shared[DECODE_WARPS][TILES][128];
     const i32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const Share share(Units::k_tiles(p), warp);
-    Walk<Units> walk(p, *p.entry_count);
+    if (!p.direct) wait_for_previous();
+    Walk<Units> walk(p, entry_count(p));
     Multiplier<B, Units> multiplier(p, share, ring_memory, warp, lane, walk);
+    if (p.direct) wait_for_previous();
+    let_next_start();
     for (; walk.valid(); walk.advance(p)) {
         const Unit u = walk.unit(p);
         // What this thread needs at the end: register `warp` of each warp's lane `lane`.
         const i32 column = (lane & 3) * 2 + (warp & 1), line = (lane >> 2) + 8 * (warp >> 1);
         const int2 pair = column_pair(p, u.entry, column);
         const float scale = B::input_scale(p, pair.y);
-        float acc[2][4] = {};
+        float acc[TILES][4] = {};
         typename B::Input source(p, u.entry, lane);
         multiplier.run(u, share, lane, source, acc);
         __syncthreads(); // the sums of the unit before have been read
-        exchange<2>(shared, acc, warp, lane);
+        exchange<TILES>(shared, acc, warp, lane);
         __syncthreads();
         u32 amax = 0;
         if (column < u.entry.count) {
-            const float gate = sum_of_warps<2>(shared, 0, tid) * scale;
-            const float up = sum_of_warps<2>(shared, 1, tid) * scale;
-            amax = B::store_hidden(p, pair.x, u.block * TILE_ROWS + line, swiglu(gate, up, p.limit));
+#pragma unroll
+            for (int i = 0; i < HALF; i++) {
+                const float gate = sum_of_warps<TILES>(shared, i, tid) * scale;
+                const float up = sum_of_warps<TILES>(shared, HALF + i, tid) * scale;
+                const float value = swiglu(gate, up, p.limit);
+                amax = max(amax, B::store_hidden(p, pair.x, (u.first + i) * TILE_ROWS + line, value));
+            }
         }
         if (B::NEEDS_AMAX) { // the lanes of one token are 4 apart
             amax = max(amax, __shfl_xor_sync(~0u, amax, 4));
@@ -362,14 +384,14 @@ DEV void gate_up_decode(const Params& p) {
 
 template <class B>
 DEV void down_decode(const Params& p) {
-    typedef DownUnits<B::Codec::DOWN_TILES> Units;
+    typedef DownUnits<B::Codec::UNIT_TILES> Units;
     constexpr int TILES = Units::TILES;
     __shared__ float shared[DECODE_WARPS][TILES][128];
     const i32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     // The list of work is older than the kernel before this one, whose blocks had all waited for it; so weights may
     // be asked for while that kernel still runs. `Hidden` waits before it reads what that kernel writes.
     const Share share(Units::k_tiles(p), warp);
-    Walk<Units> walk(p, *p.entry_count);
+    Walk<Units> walk(p, entry_count(p));
     Multiplier<B, Units> multiplier(p, share, ring_memory, warp, lane, walk);
     bool waited = false;
     for (; walk.valid(); walk.advance(p)) {

@@ -34,6 +34,7 @@ struct Params {
     i32 ids_are_64;
     i32 mode; // 0: whole layer, 1: begin, 2: add
     i32 entry_pairs; // 8 (decode) or 64 (prefill)
+    i32 direct;      // the pairs are the entries: decode GEMMs of one token
     float limit;
 };
 enum { WHOLE = 0, BEGIN = 1, ADD = 2 };
