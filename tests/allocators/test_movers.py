@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.cuda_fakes import fake_driver
 from ziggurat.allocators.cuda_driver import CudaDriver
 from ziggurat.allocators.errors import CudaError
-from ziggurat.allocators.movers import BatchedCopies, RowMover, SingleCopies, merge
+from ziggurat.allocators.movers import BatchedCopies, RowMover, ShiftedSource, SingleCopies, merge
 
 MOVERS = [
     pytest.param(SingleCopies, id="single"),
@@ -98,3 +98,11 @@ def test_a_driver_that_takes_no_merged_rows_gets_them_one_by_one(caplog: pytest.
     library.batch_limit = 1
     with pytest.raises(CudaError, match="cuMemcpyBatchAsync"):
         mover.move([base + 64, base], [base + 192, base + 128], [64, 64], 5)
+
+
+def test_a_source_that_is_elsewhere_for_the_device() -> None:
+    driver, _ = fake_driver()
+    memory = np.arange(256, dtype=np.uint8)
+    base = memory.ctypes.data
+    ShiftedSource(SingleCopies(driver), 64).move([base, base + 32], [base + 64, base + 96], [32, 32], 5)
+    assert np.array_equal(memory[:64], np.arange(128, 192))
