@@ -18,7 +18,7 @@ _INVALID_VALUE = 1
 
 # Rows of fewer bytes travel faster by a kernel that loads them over the link, others by the copy engine in one batch.
 # `crossover.gather_below_bytes` in bench/results/h200/transfers.json (bench/transfers.py) is the measurement.
-GATHER_BELOW = 1 << 20
+GATHER_BELOW = 512 << 10
 
 
 class RowMover(Protocol):
