@@ -119,7 +119,10 @@ def limiting(make: MakeArena, budget: ByteBudget) -> MakeArena:
 
 @dataclass(slots=True)
 class ArenaStats:
-    """What the arenas under it were used for. `touched`: places of which a view was handed out, of open arenas."""
+    """What the arenas under it were used for.
+
+    touched, bytes_touched: places of which a view was handed out, of arenas that are open, and their bytes.
+    """
 
     made: int = 0
     refused: int = 0
@@ -128,6 +131,7 @@ class ArenaStats:
     bytes_peak: int = 0
     views: int = 0
     touched: int = 0
+    bytes_touched: int = 0
     _guard: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, **changes: int) -> None:
@@ -147,9 +151,9 @@ class _CountedArena(WrappedArena):
 
     def view(self, place: int) -> memoryview:
         found = super().view(place)
-        new = place not in self._touched
+        new = int(place not in self._touched)
         self._touched.add(place)
-        self._stats.add(views=1, touched=int(new))
+        self._stats.add(views=1, touched=new, bytes_touched=new * self.stride)
         return found
 
     def close(self) -> None:
@@ -157,7 +161,10 @@ class _CountedArena(WrappedArena):
         super().close()
         if self._open:
             self._open = False
-            self._stats.add(closed=1, bytes_open=-nbytes, touched=-len(self._touched))
+            touched = len(self._touched)
+            self._stats.add(
+                closed=1, bytes_open=-nbytes, touched=-touched, bytes_touched=-touched * self.stride
+            )
 
 
 def counting(make: MakeArena, stats: ArenaStats) -> MakeArena:

@@ -183,8 +183,8 @@ class CudaLink:
 def _gather(tell: Callable[[str], None]) -> RowMover | None:
     try:
         module = importlib.import_module("ziggurat.kernels.cuda.gather")
-    except ImportError as error:
+        kernel: RowMover = module.GatherKernel(0)
+    except (ImportError, RuntimeError) as error:
         tell(f"no gather kernel: {error}")
         return None
-    kernel: RowMover = module.GatherKernel(0)
     return kernel

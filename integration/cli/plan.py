@@ -71,7 +71,7 @@ def _tiers(result: Plan, folder: str) -> Table:
         where = "no arena" if result.arena_kind == "none" else f"{result.arena_kind} host memory"
         if rank.pinned_bytes:
             node = "no NUMA node" if rank.numa_node is None else f"NUMA node {rank.numa_node}"
-            where = f"{format_bytes(rank.pinned_bytes)} pinned, {node}"
+            where = f"pinned, {node}"
         if rank.staging_bytes:
             where += f", {format_bytes(rank.staging_bytes)} for reads in flight"
         table.add_row("host", str(rank.rank), *_amounts(rank.arena_rows, result), where)

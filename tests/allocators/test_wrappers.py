@@ -62,11 +62,12 @@ def test_statistics_count_what_is_open_and_what_was_touched() -> None:
     with pytest.raises(PlaceError):
         two.view(2)
     assert (stats.made, stats.views, stats.touched, stats.bytes_open) == (2, 5, 4, 32768)
+    assert stats.bytes_touched == 3 * 4096 + 8192
     one.close()
     one.close()
     assert (stats.closed, stats.touched, stats.bytes_open, stats.bytes_peak) == (1, 1, 16384, 32768)
     two.close()
-    assert (stats.closed, stats.touched, stats.bytes_open) == (2, 0, 0)
+    assert (stats.closed, stats.touched, stats.bytes_touched, stats.bytes_open) == (2, 0, 0, 0)
 
 
 def test_faults_of_making_and_of_viewing() -> None:
