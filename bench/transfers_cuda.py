@@ -97,7 +97,7 @@ class CudaLink:
         self._target = torch.empty(2 * most, dtype=torch.uint8, device=device)
         self._lane = CudaLane(device)
         self._lane.follow_current()
-        self._stream = torch.cuda.ExternalStream(self._lane.handle, device=device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.ExternalStream(self._lane.handle, device=device)
         self._movers: dict[str, RowMover] = {
             SINGLE: SingleCopies(),
             BATCHED: BatchedCopies(),
@@ -106,10 +106,7 @@ class CudaLink:
         gather = _gather(tell)
         if gather is not None and arena.device_pointer == self._source:
             self._movers[GATHER] = gather
-        self._start, self._end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     @property
     def movers(self) -> Sequence[str]:

@@ -45,7 +45,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[CudaPool]:
 
 def busy() -> None:
     """Some milliseconds of work on the current stream."""
-    torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(20_000_000)
 
 
 def test_scattered_and_adjacent_rows_arrive(pool: CudaPool, arena: PinnedArena) -> None:
@@ -74,20 +74,20 @@ def test_a_kernel_that_still_reads_a_slot_sees_the_old_row(pool: CudaPool, arena
 
 
 def test_writing_does_not_wait_for_the_device(pool: CudaPool, arena: PinnedArena) -> None:
-    behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    behind = torch.cuda.Event()
     pool.write([2], [arena.tensor[2]])
     pool.drain()
-    torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # about a second
+    torch.cuda._sleep(2_000_000_000)  # about a second
     behind.record()
     pool.write([3], [arena.tensor[3]])
     pool.ready()
-    assert not behind.query()  # type: ignore[no-untyped-call]
+    assert not behind.query()
     pool.drain()
     assert torch.equal(pool.row(3).cpu(), arena.tensor[3])
 
 
 def test_any_stream_that_asks_sees_the_rows(pool: CudaPool, arena: PinnedArena) -> None:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         busy()
         pool.write([7, 8], [arena.tensor[70], arena.tensor[80]])

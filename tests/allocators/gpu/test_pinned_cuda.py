@@ -81,7 +81,7 @@ def test_one_copy_may_cross_from_chunk_to_chunk(batched: bool) -> None:
     arena = PinnedArena(16, MIB, chunk_bytes=2 * MIB)
     arena.tensor.copy_(torch.randint(0, 256, (16, MIB), dtype=torch.uint8))
     target = torch.full((16, MIB), 0xEE, dtype=torch.uint8, device="cuda:0")
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     mover = BatchedCopies() if batched else SingleCopies()
     mover.move([target.data_ptr()], [arena.tensor.data_ptr()], [arena.nbytes], stream.cuda_stream)
@@ -95,7 +95,7 @@ def test_kernels_may_read_it_where_the_device_pointer_says() -> None:
     arena = PinnedArena(8, MIB, chunk_bytes=MIB)
     arena.tensor.copy_(torch.randint(0, 256, (8, MIB), dtype=torch.uint8))
     target = torch.full((8, MIB), 0xEE, dtype=torch.uint8, device="cuda:0")
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     assert arena.device_pointer is not None
     order = [3, 0, 7, 1, 6, 2, 5, 4]
