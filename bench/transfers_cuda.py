@@ -22,7 +22,9 @@ from ziggurat.allocators.topology import gpus, visible_gpus
 
 PAGE = 4096
 PLACE = 1 << 20
-PEAK_BYTES = 1 << 29
+CHUNK = (
+    128 << 20
+)  # registered at a time; no row and no large copy here crosses from one to the next, as none does in use
 PIN_REPEATS = 2
 
 
@@ -75,7 +77,7 @@ def pinning(nbytes: int, tell: Callable[[str], None]) -> tuple[dict[str, Any], P
 
 
 def _arena(nbytes: int, node: int | None) -> PinnedArena:
-    return PinnedArena(nbytes // PLACE, PLACE, node=node)
+    return PinnedArena(nbytes // PLACE, PLACE, node=node, chunk_bytes=CHUNK)
 
 
 def _empty_host_cache() -> None:
@@ -130,7 +132,7 @@ class CudaLink:
         return float(self._start.elapsed_time(self._end)) / 1e3
 
     def peak(self) -> tuple[int, float]:
-        nbytes = min(PEAK_BYTES, self._arena.nbytes, self._target.numel())
+        nbytes = min(CHUNK, self._target.numel())
         copy = functools.partial(
             self._movers[SINGLE].move, [self._target.data_ptr()], [self._source], [nbytes], self._lane.handle
         )
@@ -140,14 +142,19 @@ class CudaLink:
     def _rows(self, row_bytes: int, rows: int) -> tuple[list[int], list[int], list[int]]:
         """Targets, sources and sizes: every other place at most, in an order of its own at both ends."""
         generator = torch.Generator().manual_seed(row_bytes + rows)
-        places = self._arena.nbytes // row_bytes // 2
+        in_chunk = CHUNK // row_bytes
+        places = [
+            chunk * CHUNK + one * row_bytes
+            for chunk in range(self._arena.nbytes // CHUNK)
+            for one in range(0, in_chunk, 2)
+        ]
         slots = self._target.numel() // row_bytes // 2
-        start = torch.randperm(places, generator=generator)[:rows].tolist()
+        start = [places[one] for one in torch.randperm(len(places), generator=generator)[:rows].tolist()]
         to = torch.randperm(slots, generator=generator)[:rows].tolist()
         assert len(start) == len(to) == rows
         return (
             [self._target.data_ptr() + 2 * row_bytes * one for one in to],
-            [self._source + 2 * row_bytes * one for one in start],
+            [self._source + one for one in start],
             [row_bytes] * rows,
         )
 

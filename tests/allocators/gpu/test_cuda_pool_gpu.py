@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -126,6 +127,7 @@ def test_a_thread_that_never_used_the_device_may_write(pool: CudaPool, arena: Pi
 
 
 def test_torch_counts_its_memory() -> None:
+    gc.collect()
     before = torch.cuda.memory_allocated(0)
     pool = CudaPool(SLOTS, STRIDE, "cuda:0")
     assert torch.cuda.memory_allocated(0) - before >= SLOTS * STRIDE
