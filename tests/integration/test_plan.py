@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 
 from ziggurat.integration.cli import plan
 from ziggurat.integration.packing import pack_paths, wanted_headers
-from ziggurat.residency.config import load_config
+from ziggurat.residency.budget import MachineLimits
+from ziggurat.residency.config import TiersConfig, load_config
 from ziggurat.residency.errors import BudgetError, ConfigError
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.packformat import file_bytes
@@ -123,6 +124,57 @@ def test_what_cannot_work_is_one_line_with_the_number_and_the_key(
     assert values["refusal"] == str(result.exception)
 
 
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs on nodes 1 and 0, of a machine with two nodes."""
+
+    def limits(config: TiersConfig, packs: list[Path], *, tp_size: int, workspace: int) -> MachineLimits:
+        return MachineLimits(
+            device="cuda:0",
+            memory_available=64 << 30,
+            device_free=32 << 30,
+            device_workspace=workspace,
+            nodes=(1, 0)[:tp_size],
+            node_available=((0, 32 << 30), (1, 16 << 30)),
+            notes=("something about this machine",),
+        )
+
+    monkeypatch.setattr("ziggurat.integration.preflight.machine_limits", limits)
+
+
+def test_on_gpus_the_plan_says_what_is_pinned_and_where(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpus(monkeypatch)
+    result = run(DEMO, "-c", write_config(folder), "--tp", 2)
+    assert result.exit_code == 0, result.output
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines()]
+    hosts = [row[-1] for row in cells if row and row[0] == "host"]
+    devices = [row[-1] for row in cells if row and row[0] == "device"]
+    assert hosts == ["pinned, NUMA node 1", "pinned, NUMA node 0"]
+    assert devices == ["cuda:0", "cuda:1"]
+    checks = {row[0]: row[1:] for row in cells if row}
+    for check in ("memory of NUMA node 0", "memory of NUMA node 1", "device memory"):
+        assert checks[check][-1] == "ok"
+    assert "note: something about this machine" in result.output
+    values = json.loads(run(DEMO, "-c", write_config(folder), "--tp", 2, "--json").stdout)
+    assert [(one["pinned_bytes"], one["numa_node"]) for one in values["ranks"]] == [
+        (512 << 10, 1),
+        (512 << 10, 0),
+    ]
+
+
+def test_a_graphs_batch_raises_the_floor_of_a_gpus_pool_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_config(folder, device={"size": "15 rows"})
+    assert run(DEMO, "-c", path, "--graph-tokens", 4).exit_code == 0  # the host runs the layers of a CPU
+    on_gpus(monkeypatch)
+    assert run(DEMO, "-c", path).exit_code == 0
+    refused = run(DEMO, "-c", path, "--graph-tokens", 4)
+    assert refused.exit_code == 1
+    assert "pool floor: needs 16 rows" in str(refused.exception)
+
+
 def test_a_list_of_pool_sizes_is_one_per_rank(folder: Path) -> None:
     path = write_config(folder, device={"size": ["40 rows", "5 rows"]})
     result = run(DEMO, "-c", path, "--tp", 2, "--json")
@@ -141,10 +193,11 @@ def test_a_tensor_parallel_size_the_experts_do_not_allow(folder: Path, tp: int) 
     assert str(tp) in str(result.exception) or "multiple" in str(result.exception)
 
 
-def test_a_device_without_a_pool_yet_is_refused(folder: Path) -> None:
-    result = run(DEMO, "-c", write_config(folder, device={"device": "cuda:0"}))
+def test_a_device_that_is_not_here_is_refused(folder: Path) -> None:
+    result = run(DEMO, "-c", write_config(folder, device={"device": "cuda:99"}))
     assert result.exit_code == 1
-    assert "tiers.device.device: there is no pool for cuda:0 yet" in str(result.exception)
+    assert isinstance(result.exception, ConfigError)
+    assert "tiers.device.device: there is no cuda:99 that torch and vLLM can use" in str(result.exception)
 
 
 def test_a_pack_folder_that_is_a_file_is_refused(folder: Path) -> None:
