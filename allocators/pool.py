@@ -96,6 +96,12 @@ class CpuPool:
         for slot, row in zip(slots, rows, strict=True):
             tensor[slot, : row.numel()].copy_(row)
 
+    def ready(self) -> None:
+        """Nothing: a write is complete when it returns."""
+
+    def drain(self) -> None:
+        """Nothing: a write is complete when it returns."""
+
     def row(self, slot: int) -> torch.Tensor:
         if not 0 <= slot < self.slots:
             raise PlaceError(f"slot {slot} is not in a pool of {self.slots}")
