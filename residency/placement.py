@@ -56,6 +56,10 @@ class Placement:
                 f"tiers.device.device: torch sees {torch.cuda.device_count()} CUDA devices and no {self.device}; set "
                 "it to auto or cpu, or see `ziggurat doctor`"
             )
+        self.check_dtype(codec)
+
+    def check_dtype(self, codec: str) -> None:
+        """UnsupportedDeviceError for activations that the kernels of a GPU do not take."""
         if self.dtype not in _DTYPES:
             raise UnsupportedDeviceError(
                 f"layers on a GPU take bfloat16 or float16 activations, not {_name(self.dtype)}; start with --dtype "
