@@ -125,12 +125,8 @@ class ExpertService:
         self._logged: set[str] = set()
         self._preheater: Preheater | None = None
 
-        order = None
-        if slot_seed is not None:
-            order = list(range(pool.slots))
-            random.Random(slot_seed).shuffle(order)
         table = SlotTable(geometry.layers, geometry.experts, pool.slots, codec.name)
-        self.slots = SlotPool(pool, table, make_policy(config.policy.eviction), order)
+        self.slots = SlotPool(pool, table, make_policy(config.policy.eviction), _order(pool.slots, slot_seed))
         self.cache = HostCache(
             pack, arena, make_policy(config.policy.eviction), experts=geometry.experts, staging=readers
         )
@@ -235,6 +231,19 @@ class ExpertService:
             tuple(outcome.faults),
         )
 
+    def resize(self, slots: int, *, slot_seed: int | None = None) -> None:
+        """Go on with an empty pool that uses `slots` of its slots; the others stay allocated and are left alone.
+
+        For tests that compare pools of several sizes under the same captured graphs. Every rank must call it.
+        """
+        if self._in_step:
+            raise StepError("a pool cannot change its size within a step")
+        self._close_late_epoch()
+        self.collect()
+        self.slots.restart(slots, _order(self.slots.pool.slots, slot_seed))
+        self._runner.forget()
+        self._account.gauges(with_heat=True)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, no background work is in progress or begins: for graph capture."""
@@ -322,10 +331,19 @@ class ExpertService:
         """Before memory is given back: no copy is under way, and what was counted is booked. A device that failed
         cannot be waited for; what ended the process has been said already."""
         try:
+            self._fetcher.drain()
             self._close_late_epoch()
             self.collect()
         except (RuntimeError, ResidencyError) as error:
             logger.warning("the device did not finish its work: %s", error)
+
+
+def _order(slots: int, seed: int | None) -> list[int]:
+    """In which order slots are handed out."""
+    order = list(range(slots))
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    return order
 
 
 def _miss_mode(config: TiersConfig, *, on_host: bool) -> PassMode:

@@ -66,9 +66,6 @@ class SlotPool:
         policy: EvictionPolicy,
         slot_order: Iterable[int] | None = None,
     ) -> None:
-        order = list(range(pool.slots) if slot_order is None else slot_order)
-        if sorted(order) != list(range(pool.slots)):
-            raise SlotError(f"slot_order must be a permutation of 0..{pool.slots - 1}")
         if len(table.owners) != pool.slots:
             raise SlotError(f"the slot table is for {len(table.owners)} slots, the pool has {pool.slots}")
         if pool.slots < 1:
@@ -77,11 +74,31 @@ class SlotPool:
         self.table = table
         self.policy = policy
         self.evictions = 0
-        self._free = order[::-1]  # popped from the end
+        self._withheld: list[int] = []
+        self._free = self._order(slot_order)[::-1]  # popped from the end
+
+    def _order(self, wanted: Iterable[int] | None) -> list[int]:
+        order = list(range(self.pool.slots) if wanted is None else wanted)
+        if sorted(order) != list(range(self.pool.slots)):
+            raise SlotError(f"slot_order must be a permutation of 0..{self.pool.slots - 1}")
+        return order
 
     @property
     def slots(self) -> int:
-        return self.pool.slots
+        """Slots in use or free to use."""
+        return self.pool.slots - len(self._withheld)
+
+    def restart(self, slots: int, slot_order: Iterable[int] | None = None) -> None:
+        """Forget every row, and use only the first `slots` of `slot_order` from now on."""
+        if not 1 <= slots <= self.pool.slots:
+            raise SlotError(f"a pool of {self.pool.slots} slots cannot go on with {slots}")
+        if _TAKEN in self.table.owners:
+            raise SlotError("a pool cannot start anew while rows are on their way into it")
+        order = self._order(slot_order)
+        for key in self.held():
+            self.policy.remove(key)
+            self.table.unbind(self.table.slot_of(key))
+        self._free, self._withheld = order[:slots][::-1], order[slots:]
 
     @property
     def used(self) -> int:
@@ -172,5 +189,5 @@ class SlotPool:
         if set(self.policy.order()) != set(self.held()):
             raise SlotError("the policy holds other keys than the slots")
         free = [slot for slot, owner in enumerate(owners) if owner == _FREE]
-        if sorted(self._free) != free:
+        if sorted([*self._free, *self._withheld]) != free:
             raise SlotError(f"free list {sorted(self._free)} against unowned slots {free}")

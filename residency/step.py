@@ -97,6 +97,10 @@ class StepRunner:
         """How a step's first pass treats misses."""
         return self._settings.mode
 
+    def forget(self) -> None:
+        """The pool has started anew."""
+        self._may_complete, self._complete = None, False
+
     def run(self, forward: Callable[[PassPath], T], step: StepState) -> StepResult[T]:
         """One step. What `forward` raises goes through; a failed read does not raise."""
         try:

@@ -16,7 +16,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from ziggurat.integration.determinism.compare import Outcome
-from ziggurat.integration.vllm.capture import read_capture
+from ziggurat.integration.vllm.capture import read_steps
 from ziggurat.integration.vllm.settings import LOAD_FORMAT, to_additional_config
 from ziggurat.integration.vllm.tiered import close_all
 from ziggurat.residency.config import TiersConfig
@@ -36,7 +36,7 @@ class Engine:
     def __init__(self, llm: Any, capture: Path) -> None:
         self.llm = llm
         self._capture = capture
-        self._seen = 0
+        self._read = 0  # bytes of the capture
         self.last_logprobs: list[Any] = []
 
     def run(self, prompts: Sequence[str], tokens: int, **sampling: Any) -> Outcome:
@@ -48,8 +48,10 @@ class Engine:
         self.last_logprobs = [
             (choice.logprobs, out.prompt_logprobs) for out in outputs for choice in out.outputs
         ]
-        steps = tuple(read_capture(self._capture / "logits.rank0.npys"))
-        new, self._seen = steps[self._seen :], len(steps)
+        with (self._capture / "logits.rank0.npys").open("rb") as file:
+            file.seek(self._read)
+            new = tuple(read_steps(file))
+            self._read = file.tell()
         return Outcome(tuple(tuple(choice.token_ids) for out in outputs for choice in out.outputs), new)
 
     @property
