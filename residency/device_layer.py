@@ -223,6 +223,11 @@ class DeviceLayers:
             done.append(one.step)
         return done
 
+    @property
+    def deferred(self) -> bool:
+        """Whether counts of some step have not been collected."""
+        return bool(self._deferred)
+
     def _check_ids(self, counted: Counted) -> None:
         if counted.invalid:
             raise RoutingError(

@@ -51,6 +51,10 @@ class LayerRunner:
     def defer(self, step: StepState) -> None:
         raise StepError("the layers of a pool in host memory have nothing to defer")
 
+    @property
+    def deferred(self) -> bool:
+        return False
+
     def collect(self, *, wait: bool) -> list[StepState]:
         return []
 

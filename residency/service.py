@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from ziggurat.residency.fetch import Entry, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
+from ziggurat.residency.late_books import LateBooks
 from ziggurat.residency.layer import LayerRunner
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import (
@@ -153,6 +155,9 @@ class ExpertService:
         )
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
         self._account.gauges(with_heat=True)
+        # Guards heat and what is booked late; held during a capture, it keeps that thread from asking the device.
+        self._books = threading.RLock()
+        self._late_books = LateBooks(self._collect_arrived, self._books)
 
     @property
     def mode(self) -> PassMode:
@@ -184,6 +189,7 @@ class ExpertService:
             raise StepError(f"a step has at least 0 live tokens, not {tokens.count}")
         if tokens.prefill is not None and tokens.prefill.shape != (tokens.count,):
             raise StepError(f"prefill must have one flag for each of the {tokens.count} live tokens")
+        self._raise_late_error()
         self._close_late_epoch()
         self._in_step = True
         step = StepState(tokens, self.cache.open_epoch())
@@ -247,11 +253,12 @@ class ExpertService:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, no background work is in progress or begins: for graph capture."""
-        if self._preheater is None:
-            yield
-            return
-        with self._preheater.paused():
-            yield
+        with self._books:
+            if self._preheater is None:
+                yield
+                return
+            with self._preheater.paused():
+                yield
 
     def preheated(self) -> None:
         """Wait until the background thread has filled the arena as far as it can."""
@@ -266,16 +273,18 @@ class ExpertService:
     def collect(self, *, wait: bool = True) -> None:
         """Book what steps have counted on the device and nobody waited for; without `wait` what has arrived so far.
 
-        Steps do it, too; so pairs and heat are behind by a step or two while the model runs.
+        Steps do it, too, and a thread when no step comes; so pairs and heat are behind by a step or two.
         """
-        for step in self._layers.collect(wait=wait):
-            self._heat_up(step)
-            self._account.pairs(step)
+        with self._books:
+            for step in self._layers.collect(wait=wait):
+                self._heat_up(step)
+                self._account.pairs(step)
 
     def _save_heat(self) -> HeatNote:
         if self._heat_path is None:
             return HeatNote(False, "heat is switched off")
-        return self._log(save_heat(self._heat_path, self._heat_key, self.heat))
+        with self._books:
+            return self._log(save_heat(self._heat_path, self._heat_key, self.heat))
 
     def close(self) -> None:
         """Join background work, save heat, close pack and arena. May be called twice."""
@@ -284,6 +293,7 @@ class ExpertService:
         self._closed = True
         if self._preheater is not None:
             self._preheater.close()
+        self._late_books.close()
         self._give_up_device()
         self._save_heat()
         self._pack.close()
@@ -301,14 +311,26 @@ class ExpertService:
 
     def _finish(self, step: StepState, result: StepResult[T]) -> None:
         self._steps += 1
-        self._heat_up(step)
-        self.heat.advance()
+        with self._books:
+            self._heat_up(step)
+            self.heat.advance()
         self.slots.policy.advance()
         self.cache.advance()
         self._account.step(step, result)
         self.collect(wait=False)
+        if self._layers.deferred:
+            self._late_books.nudge()
         if self._steps % self._config.heat.save_every_steps == 0:
             self._save_heat()
+
+    def _collect_arrived(self) -> bool:
+        self.collect(wait=False)
+        return self._layers.deferred
+
+    def _raise_late_error(self) -> None:
+        error = self._late_books.take_error()
+        if error is not None:
+            raise error
 
     def _heat_up(self, step: StepState) -> None:
         for route in step.routes:

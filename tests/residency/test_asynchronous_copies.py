@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +15,7 @@ from support.fake_moe import FakeModel, FakePacks, Passes, bits_equal, open_tier
 from ziggurat.residency import transfers
 from ziggurat.residency.fetch import Fetcher
 from ziggurat.residency.host_cache import RowBatch
+from ziggurat.residency.late_books import QUIET_SECONDS
 from ziggurat.residency.service import ExpertService
 
 MODES: dict[str, dict[str, Any]] = {
@@ -144,4 +147,17 @@ def test_a_full_pool_counts_later_and_waits_for_nothing(
     assert value("ziggurat_routed_pairs_total") == 7 * 2 * 3 * 4
     service.save_heat()
     assert value("ziggurat_routed_pairs_total") == 8 * 2 * 3 * 4
+    with service.paused():
+        run.step(model.inputs(2, seed=11))
+        SlowEvent.done = True
+        time.sleep(3 * QUIET_SECONDS)
+        assert value("ziggurat_routed_pairs_total") == 8 * 2 * 3 * 4, (
+            "nobody asks the device during a capture"
+        )
+    for _ in range(200):  # no further step comes, yet the last one is booked
+        if value("ziggurat_routed_pairs_total") == 9 * 2 * 3 * 4:
+            break
+        time.sleep(QUIET_SECONDS)
+    assert value("ziggurat_routed_pairs_total") == 9 * 2 * 3 * 4
     service.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "ziggurat-books"]
