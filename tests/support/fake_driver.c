@@ -15,7 +15,7 @@
 #define INVALID_CONTEXT 201
 #define NO_BINARY 209
 #define NOT_FOUND 500
-#define TOO_MUCH_SHARED 227232
+#define SHARED_LIMIT 227232
 
 typedef struct { int id; char pad[4]; union { int number; char space[64]; } value; } Attribute;
 typedef struct {
@@ -44,6 +44,8 @@ static int number(const char *name, int otherwise) {
 }
 
 int cuInit(unsigned flags) { (void)flags; initialized = 1; return number("FAKE_INIT", OK); }
+// NVRTC asks for a table of functions of the driver it finds, and uses none if the table says that it is empty.
+int cuGetExportTable(const void **table, const void *id) { static const size_t size = sizeof size; (void)id; *table = &size; return OK; }
 int cuDriverGetVersion(int *version) { *version = number("FAKE_VERSION", 13000); return OK; }
 int cuDeviceGetCount(int *count) { *count = number("FAKE_DEVICES", 1); return initialized ? OK : NOT_INITIALIZED; }
 int cuDeviceGet(int *device, int ordinal) {
@@ -56,7 +58,7 @@ int cuDeviceGetAttribute(int *value, int which, int device) {
     (void)device;
     if (which == 75) *value = capability / 10;
     else if (which == 76) *value = capability % 10;
-    else if (which == 97) *value = TOO_MUCH_SHARED;
+    else if (which == 97) *value = SHARED_LIMIT;
     else return INVALID_VALUE;
     return OK;
 }
@@ -94,10 +96,11 @@ int cuKernelGetParamInfo(void *kernel, size_t index, size_t *offset, size_t *siz
 }
 int cuKernelSetAttribute(int which, int value, void *kernel, int device) {
     (void)kernel; (void)device;
-    if (which != 8 || value > TOO_MUCH_SHARED) return INVALID_VALUE;
+    if (which != 8 || value + 1001 > SHARED_LIMIT) return INVALID_VALUE;
     fake_record.allowed_shared = (unsigned)value;
     return OK;
 }
+// Number 1 is static shared memory: 1001 bytes.
 int cuFuncGetAttribute(int *value, int which, void *function) { (void)function; *value = 1000 + which; return OK; }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t shared) {
     (void)function; (void)shared;
@@ -106,7 +109,7 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int
 }
 int cuLaunchKernelEx(const Config *config, void *function, void **parameters, void **extra) {
     if (extra || !config->grid[0] || config->block[0] * config->block[1] * config->block[2] > 1024) return INVALID_VALUE;
-    if (config->shared > 49152 && config->shared > fake_record.allowed_shared) return INVALID_VALUE;
+    if (config->shared + 1001 > 49152 && config->shared > fake_record.allowed_shared) return INVALID_VALUE;
     fake_record.launches++;
     memcpy(fake_record.grid, config->grid, sizeof config->grid);
     memcpy(fake_record.block, config->block, sizeof config->block);
