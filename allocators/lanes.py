@@ -43,7 +43,7 @@ class _CudaMark:
         self._event, self._device = event, device
 
     def passed(self) -> bool:
-        return bool(self._event.query())
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def hold_current(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
@@ -57,7 +57,7 @@ class CudaLane:
 
     def __init__(self, device: torch.device, driver: CudaDriver | None = None) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._driver = cuda_driver() if driver is None else driver
 
     @property
@@ -70,6 +70,6 @@ class CudaLane:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return _CudaMark(event, self._device)

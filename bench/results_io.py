@@ -97,11 +97,11 @@ def _plain(argument: str, root: Path) -> str:
     return f"{option}{equals}{value}"
 
 
-def provenance(arguments: Sequence[str]) -> dict[str, Any]:
-    """The fields that every result carries beside its numbers."""
+def provenance(arguments: Sequence[str], *, at: str | None = None) -> dict[str, Any]:
+    """The fields that every result carries beside its numbers. at: the commit, where the tree came without git."""
     return {
         "command": command_line(arguments),
-        "commit": commit(),
+        "commit": at or commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine_facts(),
     }
