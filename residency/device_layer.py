@@ -21,7 +21,7 @@ import torch
 from ziggurat.residency.device_state import Counted, DeviceState
 from ziggurat.residency.fetch import Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
-from ziggurat.residency.passes import IntArray, PassMode, PassState, Route, StepState
+from ziggurat.residency.passes import BoolArray, IntArray, PassMode, PassState, Route, StepState
 from ziggurat.residency.ports import LayerKernels
 from ziggurat.residency.rounds import Indices, rounds
 from ziggurat.residency.routing import check_shapes, count_pairs
@@ -36,6 +36,17 @@ class _Deferred:
 
     step: StepState
     counts: Download
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a batch from `first` on: x [n, H], topk_ids [n, k] and live [1] on the device, ids of the live rows."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    live: torch.Tensor
+    ids: npt.NDArray[np.integer]
+    first: int
 
 
 class DeviceLayers:
@@ -108,53 +119,49 @@ class DeviceLayers:
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """A layer of an inline pass: what is resident first, then the rest as it arrives."""
+        """A layer of an inline pass, in as many parts as its tokens need."""
         tokens = state.step.tokens
-        live = self._device.live
-        self._kernels.begin(x, topk_ids, live)
         ids = topk_ids[: tokens.count].cpu().numpy()  # the layer's one host synchronisation
-        pairs, steady = count_pairs(ids, self._geometry.experts, tokens.prefill)
+        outs = []
+        for first, rows, live in self._device.parts(x.shape[0], tokens.count, self._kernels.part_tokens):
+            here = slice(first, first + rows)
+            part = _Part(x[here], topk_ids[here], live, ids[here], first)
+            prefill = None if tokens.prefill is None else tokens.prefill[here]
+            self._experts(state, layer, part, prefill)
+            outs.append(self._kernels.finish(part.x, topk_weights[here], part.topk_ids, live))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _experts(self, state: PassState, layer: int, part: _Part, prefill: BoolArray | None) -> None:
+        """Contributions of what is resident first, then of the rest as it arrives."""
+        self._kernels.begin(part.x, part.topk_ids, part.live)
+        pairs, steady = count_pairs(part.ids, self._geometry.experts, prefill)
         experts = np.flatnonzero(pairs)
         resident = self._slots.resident(layer, experts)
         self._account(state, layer, experts, pairs[experts], steady[experts], resident)
-        self._add(layer, experts[resident], x, topk_ids)
+        self._add(layer, experts[resident], part)
         for chosen in rounds(self._slots, experts[~resident], steady):
-            self._round(state, layer, chosen, steady, ids, x, topk_ids)
-        return self._kernels.finish(x, topk_weights, topk_ids, live)
+            self._round(state, layer, chosen, steady, part)
 
-    def _round(
-        self,
-        state: PassState,
-        layer: int,
-        chosen: Indices,
-        steady: IntArray,
-        ids: npt.NDArray[np.integer],
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-    ) -> None:
+    def _round(self, state: PassState, layer: int, chosen: Indices, steady: IntArray, part: _Part) -> None:
         base = layer * self._geometry.experts
         wanted = {base + expert: float(steady[expert]) for expert in chosen.tolist()}
         outcome = self._fetcher.fetch(wanted, blocked=(), epoch=state.step.epoch)
         failed = {fault.key: fault.reason for fault in outcome.faults}
         for key, reason in failed.items():
-            state.fail(key, reason, np.flatnonzero((ids == key - base).any(axis=1)))
-        self._add(
-            layer,
-            np.array([expert for expert in chosen.tolist() if base + expert not in failed], dtype=np.intp),
-            x,
-            topk_ids,
-        )
+            state.fail(key, reason, part.first + np.flatnonzero((part.ids == key - base).any(axis=1)))
+        arrived = [expert for expert in chosen.tolist() if base + expert not in failed]
+        self._add(layer, np.array(arrived, dtype=np.intp), part)
 
-    def _add(self, layer: int, experts: Indices, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    def _add(self, layer: int, experts: Indices, part: _Part) -> None:
         """Queue the contributions of `experts`, all of which are resident."""
         if not len(experts):
             return
         chunk = np.full(self._geometry.experts, ABSENT, dtype=np.int32)
         chunk[experts] = self._slots.table.numpy[layer, experts]
         self._kernels.add(
-            x,
-            topk_ids,
-            self._device.live,
+            part.x,
+            part.topk_ids,
+            part.live,
             slots=self._device.show_chunk(chunk),
             pool=self._slots.pool.tensor,
         )

@@ -69,6 +69,8 @@ class DeviceState:
         self._tables = Uploads((layers, experts), torch.int32, device, depth=2, events=events)
         self._flags = Uploads((max_tokens,), torch.uint8, device, events=events)
         self._chunks = Uploads((experts,), torch.int32, device, depth=8, events=events)
+        self._lives = Uploads((max_tokens,), torch.int32, device, events=events)
+        self._live_of_part = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._events = events
         self._answer = self.download()
         self._flagged = 0  # leading rows of `prefill` that may hold a 1
@@ -104,6 +106,21 @@ class DeviceState:
         """int32 [E] on the device for one `add`; the next chunk may be shown once that call is queued."""
         self._chunks.send(slots, self.chunk)
         return self.chunk
+
+    def parts(self, rows: int, live: int, most: int) -> list[tuple[int, int, torch.Tensor]]:
+        """(first row, number of rows, live int32 [1]) of a batch in parts of at most `most` rows, as equal as can be.
+
+        Equal, because kernels may be chosen by the number of rows: no small part is left at the end of a large batch.
+        """
+        if rows <= most:
+            return [(0, rows, self.live)]
+        size = -(-rows // -(-rows // most))
+        firsts = np.arange(0, rows, size)
+        self._lives.send(np.clip(live - firsts, 0, size).astype(np.int32), self._live_of_part)
+        return [
+            (first, min(size, rows - first), self._live_of_part[i : i + 1])
+            for i, first in enumerate(firsts.tolist())
+        ]
 
     def download(self) -> Download:
         """A buffer for what a pass counted."""

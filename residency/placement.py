@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from collections.abc import Callable
@@ -115,8 +114,9 @@ def open_kernels(place: Placement, geometry: ServiceGeometry, codec: Codec) -> L
     """What runs layers, or None where the host computes them."""
     sizes = ExpertGeometry(geometry.hidden, geometry.intermediate)
     if place.on_gpu:
-        module = importlib.import_module("ziggurat.kernels.cuda.layer")
-        kernels: LayerKernels = module.CudaLayerKernels(
+        from ziggurat.kernels.cuda.layer import CudaLayerKernels
+
+        return CudaLayerKernels(
             codec.name,
             sizes,
             geometry.experts,
@@ -126,7 +126,6 @@ def open_kernels(place: Placement, geometry: ServiceGeometry, codec: Codec) -> L
             device=place.device,
             max_tokens=place.max_tokens,
         )
-        return kernels
     if place.kernels:
         return CpuLayerKernels(codec, sizes, geometry.experts, geometry.top_k, clamp=geometry.clamp)
     return None

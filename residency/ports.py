@@ -150,8 +150,13 @@ class LayerKernels(Protocol):
         """
         ...
 
+    @property
+    def part_tokens(self) -> int:
+        """Rows of x that `begin` takes at most."""
+        ...
+
     def begin(self, x: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor) -> None:
-        """Start a layer whose experts come a few at a time."""
+        """Start a layer, or a part of its rows, whose experts come a few at a time."""
         ...
 
     def add(

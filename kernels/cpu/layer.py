@@ -20,11 +20,20 @@ class CpuLayerKernels:
     """MoE layers of one shape. Holds the contributions of the layer that `begin` started, nothing else.
 
     experts: E, routed experts of a layer. top_k: k, choices of a token. clamp: limit of the clamped SwiGLU.
+    part_tokens: rows that `begin` takes at most.
     """
 
     def __init__(
-        self, codec: Codec, geometry: ExpertGeometry, experts: int, top_k: int, *, clamp: float | None = None
+        self,
+        codec: Codec,
+        geometry: ExpertGeometry,
+        experts: int,
+        top_k: int,
+        *,
+        clamp: float | None = None,
+        part_tokens: int = 1 << 30,
     ) -> None:
+        self.part_tokens = part_tokens
         self._codec = codec
         self._geometry = geometry
         self._experts = experts
@@ -50,7 +59,7 @@ class CpuLayerKernels:
         slots int32 [E]; pool uint8 [S, stride]; live int32 [1]; prefill uint8 [>= T]; counts int32 [E, 2] is set,
         tally int32 [2] is added to.
         """
-        self.begin(x, topk_ids, live)
+        self._start(live)
         self.add(x, topk_ids, live, slots=slots, pool=pool)
         alive = topk_ids[: int(live[0])].long()
         valid = (alive >= 0) & (alive < self._experts)
@@ -67,10 +76,14 @@ class CpuLayerKernels:
         return self.finish(x, topk_weights, topk_ids, live)
 
     def begin(self, x: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor) -> None:
-        """Start a layer: no contributions yet."""
-        self._partials = torch.zeros(
-            int(live[0]), self._top_k, self._geometry.hidden, dtype=torch.float32, device=x.device
-        )
+        """Start a layer: no contributions yet. CodecError for more than `part_tokens` rows."""
+        if x.shape[0] > self.part_tokens:
+            raise CodecError(f"{x.shape[0]} rows at once, but a part has at most {self.part_tokens}")
+        self._start(live)
+
+    def _start(self, live: torch.Tensor) -> None:
+        shape = (int(live[0]), self._top_k, self._geometry.hidden)
+        self._partials = torch.zeros(shape, dtype=torch.float32)
 
     def add(
         self,

@@ -112,6 +112,16 @@ def test_portions_give_the_bits_of_the_whole(portions: list[list[int]]) -> None:
     assert same_bits(out, layer.run(6))
 
 
+def test_a_part_has_its_limit() -> None:
+    layer = Layer()
+    small = CpuLayerKernels(CODEC, SIZES, EXPERTS, TOP_K, clamp=CLAMP, part_tokens=TOKENS - 1)
+    live = torch.tensor([1], dtype=torch.int32)
+    with pytest.raises(CodecError, match="at most 6"):
+        small.begin(layer.x, layer.ids, live)
+    layer.kernels = small
+    assert same_bits(layer.run(1), layer.expected(1)), "a whole layer has none"
+
+
 def test_a_layer_has_to_begin() -> None:
     layer = Layer()
     live = torch.tensor([1], dtype=torch.int32)

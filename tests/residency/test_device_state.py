@@ -70,6 +70,26 @@ def test_the_table_is_sent_when_it_has_changed() -> None:
     assert state.table.tolist() == [[-1, -1, -1]]
 
 
+@pytest.mark.parametrize(
+    ("rows", "live", "most", "sizes", "lives"),
+    [
+        (8, 5, 8, [8], [5]),
+        (8, 5, 4, [4, 4], [4, 1]),
+        (7, 3, 3, [3, 3, 1], [3, 0, 0]),
+        (9, 9, 8, [5, 4], [5, 4]),
+    ],
+)
+def test_large_batches_come_in_parts(
+    rows: int, live: int, most: int, sizes: list[int], lives: list[int]
+) -> None:
+    state = DeviceState(1, 3, 16, CPU)
+    state.arm(live, None)
+    parts = state.parts(rows, live, most)
+    assert [count for _, count, _ in parts] == sizes
+    assert [first for first, _, _ in parts] == [sum(sizes[:i]) for i in range(len(sizes))]
+    assert [int(one[0]) for _, _, one in parts] == lives
+
+
 def test_batches_that_are_too_large(packs: FakePacks, model: FakeModel) -> None:
     with pytest.raises(StepError, match="at least 1 token"):
         DeviceState(1, 3, 0, CPU)

@@ -43,6 +43,7 @@ ON_DEVICE = (
     False  # whether services that say nothing run their layers as on a device; the fixture `layers` sets it
 )
 MAX_TOKENS = 128
+PART_TOKENS = 40  # fewer than the tokens of the larger batches
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 12, 3, 64, 64
 
 
@@ -200,7 +201,9 @@ def open_tiers(
     g = packs.geometry
     if ON_DEVICE if on_device is None else on_device:
         sizes = ExpertGeometry(g.hidden, g.intermediate)
-        kernels = CpuLayerKernels(get_codec(packs.codec), sizes, g.experts, g.top_k, clamp=g.clamp)
+        kernels = CpuLayerKernels(
+            get_codec(packs.codec), sizes, g.experts, g.top_k, clamp=g.clamp, part_tokens=PART_TOKENS
+        )
         options = {"kernels": kernels, "max_tokens": MAX_TOKENS, **options}
     return ExpertService(
         config,
