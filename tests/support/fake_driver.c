@@ -3,7 +3,10 @@
 // It runs nothing: it checks what it is given, keeps the last launch for the test to look at, and answers as the real
 // one does. Layouts are those of cuda.h (CUlaunchConfig, CUlaunchAttribute). What the GPU is comes from the environment:
 // FAKE_CAPABILITY (90), FAKE_VERSION (13000), FAKE_DEVICES (1), FAKE_INIT (0), FAKE_PARAMETER (bytes of a kernel's struct).
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -121,6 +124,19 @@ int cuLaunchKernelEx(const Config *config, void *function, void **parameters, vo
     fake_record.allowed = config->count ? config->attributes[0].value.number : 0;
     memcpy(fake_record.parameter, parameters[0], (size_t)number("FAKE_PARAMETER", 4008));
     return OK;
+}
+
+// How cuda.bindings finds functions: by their plain names, of which some are defined with the suffix of their version.
+int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
+    Dl_info self;
+    char versioned[160];
+    (void)version; (void)flags;
+    dladdr((void *)cuInit, &self);
+    void *library = dlopen(self.dli_fname, RTLD_NOW);
+    snprintf(versioned, sizeof versioned, "%s_v2", name);
+    *function = dlsym(library, strcmp(name, "cuGetProcAddress") && dlsym(library, name) ? name : versioned);
+    if (status) *status = *function ? 0 : 1;
+    return *function ? OK : NOT_FOUND;
 }
 
 int cuGetErrorName(int status, const char **name) {

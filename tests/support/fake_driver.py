@@ -43,7 +43,7 @@ def build(folder: Path) -> Path:
     compiler = find_compiler()
     assert compiler is not None, "the suites need a C compiler, as the set-up does"
     command = [*compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1")]
-    subprocess.run([*command, str(SOURCE)], check=True)
+    subprocess.run([*command, str(SOURCE), "-ldl"], check=True)
     return folder
 
 
