@@ -96,11 +96,10 @@ def _run(command: list[str], log: Path, limit: float) -> tuple[int | None, str]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment for engines in the child's own process; the V1 runner is the one that is hooked."""
+    """This process's environment, for an engine in the child's own process."""
     from ziggurat.integration.determinism.environment import offline_environment
 
-    ours = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONUNBUFFERED": "1"}
-    return {**offline_environment(), **ours}
+    return {**offline_environment(), "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONUNBUFFERED": "1"}
 
 
 def _show(results: list[dict[str, Any]]) -> None:

@@ -67,7 +67,8 @@ class DeviceLayers:
         self._fetcher = fetcher
         self._device = state
         self._deferred: deque[_Deferred] = deque()
-        self._spare: list[Download] = []
+        # Enough for a host that is a step ahead of the device; page-locked memory is slow to get.
+        self._spare = [state.download() for _ in range(3)]
 
     # -- layers ------------------------------------------------------------------------------------------------
 

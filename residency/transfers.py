@@ -70,7 +70,9 @@ def events_of(device: torch.device) -> EventFactory:
 
 def _host_like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A buffer that the device copies from and to without blocking."""
-    return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
+    # A normal tensor also if the model runs in inference mode: it is written to outside of that, too.
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
 
 
 class Uploads:

@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.platforms import current_platform
 
 from ziggurat.integration.determinism.compare import Outcome
 from ziggurat.integration.vllm.capture import read_steps
@@ -27,6 +28,12 @@ SMALL_ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 256,
     "max_num_seqs": 8,
     "seed": 0,
+}
+# With graphs; and a fixed cache, since an engine among others shall not take a share of whatever is free.
+ON_GPU: dict[str, Any] = {
+    "enforce_eager": False,
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 1 << 30,
 }
 
 
@@ -67,7 +74,7 @@ def open_engine(
 ) -> Iterator[Engine]:
     """An engine of ``model`` behind ``tiers``; torn down completely on exit."""
     with tempfile.TemporaryDirectory(prefix="ziggurat-capture-") as folder:
-        arguments = {**SMALL_ENGINE, **engine}
+        arguments = {**SMALL_ENGINE, **(ON_GPU if current_platform.is_cuda() else {}), **engine}
         # Engines collect garbage several times at their start; what is alive already need not be walked each time.
         # (Their end undoes it.)
         gc.freeze()
