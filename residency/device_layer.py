@@ -21,7 +21,7 @@ import torch
 from ziggurat.residency.device_state import Counted, DeviceState
 from ziggurat.residency.fetch import Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
-from ziggurat.residency.passes import BoolArray, IntArray, PassMode, PassState, Route, StepState
+from ziggurat.residency.passes import BoolArray, IntArray, PassMode, PassState, Route
 from ziggurat.residency.ports import LayerKernels
 from ziggurat.residency.rounds import Indices, rounds
 from ziggurat.residency.routing import check_shapes, count_pairs
@@ -30,12 +30,11 @@ from ziggurat.residency.slots import ABSENT, SlotPool
 from ziggurat.residency.transfers import Download
 
 
-@dataclass(slots=True)
-class _Deferred:
-    """A step whose counts are on their way to the host."""
+@dataclass(frozen=True, slots=True)
+class LateCounts:
+    """What steps that could not miss have counted: pairs int [steps, L, E], oldest first."""
 
-    step: StepState
-    counts: Download
+    pairs: npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,8 @@ class DeviceLayers:
         self._slots = slots
         self._fetcher = fetcher
         self._device = state
-        self._deferred: deque[_Deferred] = deque()
+        self._deferred: deque[Download] = deque()
+        self._sure = False  # whether the passes since the last `begin` could not miss
         # Enough for a host that is a step ahead of the device; page-locked memory is slow to get.
         self._spare = [state.download() for _ in range(3)]
 
@@ -77,6 +77,8 @@ class DeviceLayers:
     ) -> torch.Tensor:
         """The launches of a replay pass with no live token: what graphs are captured from. Zeros [T, H]."""
         self._check(layer, x, topk_weights, topk_ids, 0)
+        if not _capturing(x.device):
+            self._device.disarm()
         return self._launch(layer, x, topk_weights, topk_ids)
 
     def run(
@@ -188,11 +190,12 @@ class DeviceLayers:
         """Before the forward pass."""
         tokens = state.step.tokens
         self._device.arm(tokens.count, tokens.prefill)
+        self._sure = False
         if state.mode is PassMode.REPLAY:
             self._device.show(self._slots.table)
 
     def end(self) -> None:
-        """After the forward pass, whether it worked or raised."""
+        """After a forward pass that followed `begin`, or one that raised."""
         self._device.disarm()
 
     def learn(self, state: PassState) -> None:
@@ -210,31 +213,40 @@ class DeviceLayers:
         state.routes.append(_route(pairs))
         state.count(int(pairs.sum()), counted.missing)
 
-    def defer(self, step: StepState) -> None:
-        """After a pass that cannot have missed: have its counts brought, and do not wait for them."""
+    def begin_sure(self, state: PassState) -> None:
+        """Instead of `begin`, before a pass that cannot miss. Of several such passes only the first one has to start
+        from zero: the others count nothing in the tally, either, and nobody asks whose tokens belong to a prompt."""
+        if self._sure:
+            self._device.check(state.step.tokens.count)
+            self._device.set_live(state.step.tokens.count)
+        else:
+            self._device.arm(state.step.tokens.count, None)
+            self._device.show(self._slots.table)
+            self._sure = True
+
+    def defer(self) -> None:
+        """Instead of `learn`, after a pass that cannot have missed: have its counts brought, and do not wait."""
         counts = self._spare.pop() if self._spare else self._device.download()
         counts.take()
-        self._deferred.append(_Deferred(step, counts))
+        self._deferred.append(counts)
 
-    def collect(self, *, wait: bool) -> list[StepState]:
-        """The deferred steps whose counts have arrived (with `wait` all of them), oldest first, now with counts."""
-        done = []
-        while self._deferred and (wait or self._deferred[0].counts.arrived()):
-            one = self._deferred.popleft()
-            counted = self._device.parse(one.counts.read())
-            self._spare.append(one.counts)
+    def collect(self, *, wait: bool) -> LateCounts | None:
+        """What has arrived of deferred passes, with `wait` all of it."""
+        pairs = []
+        while self._deferred and (wait or self._deferred[0].arrived()):
+            counts = self._deferred.popleft()
+            counted = self._device.parse(counts.read())
+            self._spare.append(counts)
             self._check_ids(counted)
             if counted.missing:
                 raise StepError(f"{counted.missing} pairs missed in a pool that holds every row")
-            one.step.routed_pairs += int(counted.pairs.sum())
-            one.step.routes = [_route(counted.pairs)]
-            done.append(one.step)
-        return done
+            pairs.append(counted.pairs)
+        return LateCounts(np.stack(pairs)) if pairs else None
 
     @property
-    def deferred(self) -> bool:
-        """Whether counts of some step have not been collected."""
-        return bool(self._deferred)
+    def deferred(self) -> int:
+        """Passes whose counts have not been collected."""
+        return len(self._deferred)
 
     def _check_ids(self, counted: Counted) -> None:
         if counted.invalid:
@@ -259,6 +271,11 @@ class DeviceLayers:
         self._slots.touch(here)
         state.routes.append(Route(layer, experts, pairs))
         state.count(int(pairs.sum()), int(pairs[~resident].sum()))
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether work on the current stream is captured and not run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _weights(steady: IntArray, chosen: npt.NDArray[np.bool_]) -> dict[int, float]:

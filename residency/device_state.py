@@ -36,8 +36,9 @@ class Counted:
 class DeviceState:
     """slot table int32 [L, E], live int32 [1], prefill uint8 [max_tokens], counts int32 [L, E, 2], tally int32 [2].
 
-    Between passes `live` is 0, so that whatever the model runs outside a step (profiling, capture, dummy batches)
-    computes nothing and counts nothing. max_tokens: rows of the largest batch that a layer can be called with.
+    Between passes `live` is 0, so that whatever the model runs outside a step (profiling, dummy batches) computes
+    nothing and counts nothing; after a pass that cannot miss it may stay, since nothing can go wrong, until something
+    else is called. max_tokens: rows of the largest batch that a layer can be called with.
     events: makes events; for tests.
     """
 
@@ -74,16 +75,22 @@ class DeviceState:
         self._events = events
         self._answer = self.download()
         self._flagged = 0  # leading rows of `prefill` that may hold a 1
+        self._alive = 0  # what `live` holds once everything that is queued has run
         self._version = -1  # of the slot table that `table` shows
 
-    def arm(self, live: int, prefill: BoolArray | None) -> None:
-        """Before a pass: `live` tokens, prefill bool [live], nothing counted yet."""
+    def check(self, live: int) -> None:
+        """StepError for a batch that is too large."""
         if live > self.max_tokens:
             raise StepError(
                 f"a step of {live} live tokens is larger than the largest batch, {self.max_tokens}"
             )
+
+    def arm(self, live: int, prefill: BoolArray | None) -> None:
+        """Before a pass: `live` tokens, prefill bool [live], nothing counted yet."""
+        self.check(live)
         self._words.zero_()
-        self.live.fill_(live)
+        self._alive = 0
+        self.set_live(live)
         flags = prefill is not None and bool(prefill.any())
         if flags or self._flagged:
             values = np.zeros(max(live, self._flagged), dtype=np.uint8)
@@ -92,9 +99,15 @@ class DeviceState:
             self._flags.send(values, self.prefill)
             self._flagged = live if flags else 0
 
+    def set_live(self, live: int) -> None:
+        """The number of live tokens, and nothing else: tally goes on, and every layer sets its counts anew."""
+        if live != self._alive:
+            self.live.fill_(live)
+            self._alive = live
+
     def disarm(self) -> None:
-        """After a pass. What it counted is gone, unless a download was taken before."""
-        self.live.fill_(0)
+        """After a pass."""
+        self.set_live(0)
 
     def show(self, table: SlotTable) -> None:
         """Make the device's table that of the host. Queued behind the row copies that the caller has waited for."""

@@ -59,6 +59,19 @@ class HeatMap:
         """One step has passed."""
         self.counts *= self._decay
 
+    def add_steps(self, pairs: npt.NDArray[np.integer]) -> None:
+        """Routed pairs of several steps, oldest first, [steps, layers, experts]; that many steps have passed then."""
+        steps = len(pairs)
+        self.counts *= self._decay**steps
+        self.counts += np.tensordot(self._decay ** np.arange(steps, 0, -1.0), pairs, axes=1)
+
+    def copy(self) -> HeatMap:
+        """The same counts, for a thread that must not see them change."""
+        other = HeatMap(*self.counts.shape)
+        other.counts[:] = self.counts
+        other.seeded, other._decay = self.seeded, self._decay
+        return other
+
     def known(self) -> int:
         """How many experts have any heat left."""
         return int((self.counts > _FORGOTTEN).sum())

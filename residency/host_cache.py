@@ -144,10 +144,10 @@ class HostCache:
                     self._readers[row.place].remove(row.epoch)
             self._changed.notify_all()
 
-    def advance(self) -> None:
-        """One step of the model has passed."""
+    def advance(self, steps: int = 1) -> None:
+        """Steps of the model have passed."""
         with self._changed:
-            self.policy.advance()
+            self.policy.advance(steps)
 
     # -- reading -----------------------------------------------------------------------------------------------
 

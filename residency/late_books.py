@@ -1,4 +1,4 @@
-"""Booking what nobody waited for, when no further step comes along to do it."""
+"""Booking what nobody waited for: away from the steps, several at a time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ QUIET_SECONDS = 0.05
 
 
 class LateBooks:
-    """A thread that calls `collect` a moment after `nudge`, and again for as long as it says that something is left.
+    """A thread that calls `book` a moment after `nudge`, and again for as long as that says that something is left.
 
-    lock: held during the call; whoever holds it keeps the thread from looking at the device. What `collect` raises is
-    kept for `take_error`.
+    What `book` raises ends the thread and is kept for `take_error`.
     """
 
-    def __init__(self, collect: Callable[[], bool], lock: threading.RLock) -> None:
-        self._collect = collect
-        self._lock = lock
+    def __init__(self, book: Callable[[], bool]) -> None:
+        self._book = book
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._error: Exception | None = None
@@ -28,7 +26,8 @@ class LateBooks:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ziggurat-books", daemon=True)
             self._thread.start()
-        self._wake.set()
+        if not self._wake.is_set():
+            self._wake.set()
 
     def take_error(self) -> Exception | None:
         """What the thread ran into, once."""
@@ -45,14 +44,13 @@ class LateBooks:
     def _run(self) -> None:
         while True:
             self._wake.wait()
-            self._wake.clear()
             if self._stop.wait(QUIET_SECONDS):
                 return
+            # Cleared before it books: what is put off from here on wakes it again.
+            self._wake.clear()
             try:
-                with self._lock:
-                    left = self._collect()
+                if self._book():
+                    self._wake.set()
             except Exception as error:  # noqa: BLE001  # raised where somebody listens: in the next step
                 self._error = error
                 return
-            if left:
-                self._wake.set()

@@ -14,7 +14,7 @@ from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.fetch import Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.groups import ExpertGroups, group_pairs
-from ziggurat.residency.passes import PassMode, PassState, Route, StepState
+from ziggurat.residency.passes import PassMode, PassState, Route
 from ziggurat.residency.ports import ExpertOps, RowCodec
 from ziggurat.residency.rounds import rounds
 from ziggurat.residency.routing import check_shapes
@@ -48,15 +48,18 @@ class LayerRunner:
     def learn(self, state: PassState) -> None:
         return
 
-    def defer(self, step: StepState) -> None:
+    def begin_sure(self, state: PassState) -> None:
+        raise StepError("the layers of a pool in host memory have nothing to defer")
+
+    def defer(self) -> None:
         raise StepError("the layers of a pool in host memory have nothing to defer")
 
     @property
-    def deferred(self) -> bool:
-        return False
+    def deferred(self) -> int:
+        return 0
 
-    def collect(self, *, wait: bool) -> list[StepState]:
-        return []
+    def collect(self, *, wait: bool) -> None:
+        return
 
     def unarmed(
         self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor

@@ -58,6 +58,8 @@ __all__ = [
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+_MOST_LATE = 512  # steps whose counts may wait for a thread that gets no time
+
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
@@ -157,7 +159,14 @@ class ExpertService:
         self._account.gauges(with_heat=True)
         # Guards heat and what is booked late; held during a capture, it keeps that thread from asking the device.
         self._books = threading.RLock()
-        self._late_books = LateBooks(self._collect_arrived, self._books)
+        self._late_books = LateBooks(self._book_late)
+        self._heat_late = 0  # steps booked late since heat was saved
+        self._policies_late = 0  # steps booked late that the policies have not been told of
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is settled that nothing can miss on any rank, so that prompts need not be told apart."""
+        return self._runner.complete
 
     @property
     def mode(self) -> PassMode:
@@ -273,18 +282,24 @@ class ExpertService:
     def collect(self, *, wait: bool = True) -> None:
         """Book what steps have counted on the device and nobody waited for; without `wait` what has arrived so far.
 
-        Steps do it, too, and a thread when no step comes; so pairs and heat are behind by a step or two.
+        A thread does it every now and then; so the metrics and the heat of such steps are behind by a moment.
         """
         with self._books:
-            for step in self._layers.collect(wait=wait):
-                self._heat_up(step)
-                self._account.pairs(step)
+            late = self._layers.collect(wait=wait)
+            if late is not None:
+                self._heat_late += len(late.pairs)
+                self._policies_late += len(late.pairs)
+                self.heat.add_steps(late.pairs)
+                self._account.clean_steps(len(late.pairs), int(late.pairs.sum()))
 
     def _save_heat(self) -> HeatNote:
         if self._heat_path is None:
             return HeatNote(False, "heat is switched off")
         with self._books:
-            return self._log(save_heat(self._heat_path, self._heat_key, self.heat))
+            heat, self._heat_late = self.heat.copy(), 0
+        note = save_heat(self._heat_path, self._heat_key, heat)
+        self.heat.seeded = heat.seeded
+        return self._log(note)
 
     def close(self) -> None:
         """Join background work, save heat, close pack and arena. May be called twice."""
@@ -310,31 +325,34 @@ class ExpertService:
         self._state = state
 
     def _finish(self, step: StepState, result: StepResult[T]) -> None:
+        if step.deferred:
+            self._late_books.nudge()
+            if self._layers.deferred > _MOST_LATE:
+                self.collect(wait=False)
+            return
         self._steps += 1
         with self._books:
-            self._heat_up(step)
+            for route in step.routes:
+                self.heat.add(route.layer, route.experts, route.pairs)
             self.heat.advance()
-        self.slots.policy.advance()
-        self.cache.advance()
+            passed, self._policies_late = 1 + self._policies_late, 0
+        self.slots.policy.advance(passed)
+        self.cache.advance(passed)
         self._account.step(step, result)
-        self.collect(wait=False)
-        if self._layers.deferred:
-            self._late_books.nudge()
         if self._steps % self._config.heat.save_every_steps == 0:
             self._save_heat()
 
-    def _collect_arrived(self) -> bool:
+    def _book_late(self) -> bool:
+        """In the thread: book what has arrived; whether something is left."""
         self.collect(wait=False)
-        return self._layers.deferred
+        if self._heat_late >= self._config.heat.save_every_steps:
+            self._save_heat()
+        return self._layers.deferred > 0
 
     def _raise_late_error(self) -> None:
         error = self._late_books.take_error()
         if error is not None:
             raise error
-
-    def _heat_up(self, step: StepState) -> None:
-        for route in step.routes:
-            self.heat.add(route.layer, route.experts, route.pairs)
 
     def _close_epoch(self, epoch: int) -> None:
         """End a step's hold on the arena; with copies under way that is put off, so that nobody waits for them."""

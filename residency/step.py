@@ -57,15 +57,19 @@ class Layers(Protocol):
         ...
 
     def end(self) -> None:
-        """After each forward pass, also if it raised."""
+        """After each forward pass that followed `begin`, and after every one that raised."""
         ...
 
     def learn(self, state: PassState) -> None:
         """After a replay pass: complete its state."""
         ...
 
-    def defer(self, step: StepState) -> None:
-        """Instead of `learn`, if the pass cannot have missed: the step's counts come later."""
+    def begin_sure(self, state: PassState) -> None:
+        """Instead of `begin`, before a pass that cannot miss."""
+        ...
+
+    def defer(self) -> None:
+        """After such a pass, instead of `end` and `learn`: its counts come later."""
         ...
 
 
@@ -96,6 +100,11 @@ class StepRunner:
     def mode(self) -> PassMode:
         """How a step's first pass treats misses."""
         return self._settings.mode
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank's pool is known to hold every row."""
+        return self._complete
 
     def forget(self) -> None:
         """The pool has started anew."""
@@ -136,9 +145,15 @@ class StepRunner:
     def _run_complete(self, forward: Callable[[PassPath], T], step: StepState) -> StepResult[T]:
         """A pass that cannot miss on any rank: nobody waits for what it counts."""
         state = PassState(PassMode.REPLAY, first=True, step=step)
-        value = self._pass(forward, PassPath.GRAPH, state)
+        self._arm(state)
+        try:
+            self._layers.begin_sure(state)
+            value = forward(PassPath.GRAPH)
+        except BaseException:
+            self._layers.end()
+            raise
         step.deferred = True
-        self._layers.defer(step)
+        self._layers.defer()
         return StepResult(value, "clean", 1, 0)
 
     def _run_inline(

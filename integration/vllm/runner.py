@@ -90,6 +90,10 @@ def _wrap_forward(original: Any) -> Any:
             prepare(path)
             return original(self, *args, **kwargs)
 
+        count = scheduler_output.total_num_scheduled_tokens
+        if tiered.service.complete:
+            return tiered.service.run_step(forward, StepTokens(count)).value
+
         requests = list(self.input_batch.req_ids)
         counts = np.array([scheduler_output.num_scheduled_tokens[r] for r in requests], dtype=np.int64)
         batch = self.input_batch
@@ -97,12 +101,8 @@ def _wrap_forward(original: Any) -> Any:
         in_prompt = batch.num_computed_tokens_cpu[:n] < batch.num_prompt_tokens[:n]
         # A step of a GPU that replays no graph runs in eager code anyway, where misses are served at once.
         eager = tiered.place.on_gpu and get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.NONE
-        tokens = StepTokens(
-            count=int(counts.sum()),
-            prefill=np.repeat(in_prompt, counts) if in_prompt.any() else None,
-            eager=eager,
-        )
-        result = tiered.service.run_step(forward, tokens)
+        prefill = np.repeat(in_prompt, counts) if in_prompt.any() else None
+        result = tiered.service.run_step(forward, StepTokens(count, prefill, eager))
         if result.failures and result.failed_tokens is not None:
             setattr(self, _FAILED, _failed_requests(requests, counts, result.failed_tokens, result.failures))
         return result.value

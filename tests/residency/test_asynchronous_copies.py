@@ -134,30 +134,23 @@ def test_a_full_pool_counts_later_and_waits_for_nothing(
         result = run.step(x)
         assert (result.outcome, result.passes) == ("clean", 1)
         assert bits_equal(result.value, packs.reference(model, x))
-    # A buffer for tables and one for flags may have been waited for, which happened long ago; answers were not.
-    assert value("ziggurat_steps_total", "clean") == 6
-    assert value("ziggurat_routed_pairs_total") == 0
+    assert len(waited) <= 1, "for the buffer that the slot table goes through"
+    assert value("ziggurat_steps_total", "clean") == 0
     assert service.heat.known() == 0
-    SlowEvent.done = True
-    run.step(model.inputs(2, seed=9))
-    assert value("ziggurat_routed_pairs_total") == 7 * 2 * 3 * 4
-    assert service.heat.known() > 0
-    SlowEvent.done = False
-    run.step(model.inputs(2, seed=10))
-    assert value("ziggurat_routed_pairs_total") == 7 * 2 * 3 * 4
     service.save_heat()
-    assert value("ziggurat_routed_pairs_total") == 8 * 2 * 3 * 4
+    assert value("ziggurat_steps_total", "clean") == 6
+    assert value("ziggurat_hit_pairs_total") == value("ziggurat_routed_pairs_total") == 6 * 2 * 3 * 4
+    assert value("ziggurat_step_passes") == 6
+    assert service.heat.known() > 0
     with service.paused():
         run.step(model.inputs(2, seed=11))
         SlowEvent.done = True
         time.sleep(3 * QUIET_SECONDS)
-        assert value("ziggurat_routed_pairs_total") == 8 * 2 * 3 * 4, (
-            "nobody asks the device during a capture"
-        )
+        assert value("ziggurat_steps_total", "clean") == 6, "nobody asks the device during a capture"
     for _ in range(200):  # no further step comes, yet the last one is booked
-        if value("ziggurat_routed_pairs_total") == 9 * 2 * 3 * 4:
+        if value("ziggurat_steps_total", "clean") == 7:
             break
         time.sleep(QUIET_SECONDS)
-    assert value("ziggurat_routed_pairs_total") == 9 * 2 * 3 * 4
+    assert value("ziggurat_routed_pairs_total") == 7 * 2 * 3 * 4
     service.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "ziggurat-books"]

@@ -36,6 +36,7 @@ def test_counts_add_up(
     with tiers(packs, slots=slots, places=places, miss=miss, pack=pack) as service:
         run = Passes(model, service)
         results = [run.step(model.inputs(TOKENS, seed=i % 4), padding=PADDING) for i in range(STEPS)]
+        service.collect()
         m = service.metrics
         value = m.value
         stride = packs.open().header.stride
