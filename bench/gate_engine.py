@@ -186,12 +186,16 @@ def run(part: Part) -> bool:
                 if case.slots == ROWS:
                     service.warm_start()
             _replay(service, enabled=not case.control)
+            totals = dict.fromkeys((*OUTCOMES, "passes", "missed"), 0)
             for name in case.only or batches:
                 for _ in range(case.repeat):
                     counters = Counters(service)
                     outcome = engine.run(batches[name], part.tokens)
                     expected = reference.setdefault(name, outcome)
-                    good &= _judge(part, case, name, expected, outcome, counters.taken())
+                    counts = counters.taken()
+                    totals = {key: totals[key] + count for key, count in counts.items()}
+                    good &= _judge(case, name, expected, outcome, counts)
+            good &= _judge_case(part, case, totals)
             if part.resize and case is part.cases[0]:
                 answers.write_bytes(pickle.dumps(reference))
         _replay(engine.service, enabled=True)
@@ -204,40 +208,42 @@ def _replay(service: Any, *, enabled: bool) -> None:
     runner._settings = dataclasses.replace(runner._settings, replay_enabled=enabled)
 
 
-def _judge(
-    part: Part, case: Case, name: str, expected: Outcome, found: Outcome, counts: dict[str, int]
-) -> bool:
+def _judge(case: Case, name: str, expected: Outcome, found: Outcome, counts: dict[str, int]) -> bool:
     """Print one line about a batch; whether it is as it must be."""
     from ziggurat.integration.determinism.compare import differences
 
     problems = differences(expected, found)
     if case.control:
         problems = [] if problems else ["replay was off, and nothing differs: this gate proves nothing"]
-    elif case.slots == ROWS:
-        if counts["missed"] or counts["passes"] != counts["clean"]:
-            problems.append(f"a pool with every row missed: {counts}")
-    else:
-        if not counts["missed"] and case.repeat == 1 and case.slots <= ROWS // 4:
-            problems.append("nothing missed, so nothing was proved")
-        if (
-            part.graphs
-            and counts["missed"]
-            and not counts["replayed"] + counts["exact"]
-            and "mixed" not in name
-        ):
-            problems.append(f"pairs missed, and no step was repeated: {counts}")
-    outcomes = {key: counts[key] for key in OUTCOMES if counts[key]}
+    elif case.slots == ROWS and (counts["missed"] or counts["passes"] != counts["clean"]):
+        problems.append(f"a pool with every row missed: {counts}")
+    _say(case, name, len(found.steps), counts, problems)
+    return not problems
+
+
+def _judge_case(part: Part, case: Case, totals: dict[str, int]) -> bool:
+    """Print a line if all batches of a case together prove nothing."""
+    problems = []
+    if case.slots < ROWS and not totals["missed"]:
+        problems.append("nothing missed, so nothing was proved")
+    if part.graphs and not case.control and totals["missed"] and not totals["replayed"] + totals["exact"]:
+        problems.append(f"pairs missed, and no step was repeated: {totals}")
+    if problems:
+        _say(case, "all batches", 0, dict.fromkeys(totals, 0), problems)
+    return not problems
+
+
+def _say(case: Case, workload: str, steps: int, counts: dict[str, int], problems: list[str]) -> None:
     line = {
         "case": case.name,
-        "workload": name,
-        "steps": len(found.steps),
+        "workload": workload,
+        "steps": steps,
         "passes": counts["passes"],
         "missed": counts["missed"],
-        "outcomes": outcomes,
+        "outcomes": {key: counts[key] for key in OUTCOMES if counts[key]},
         "problems": problems,
     }
     print(MARK + json.dumps(line), flush=True)
-    return not problems
 
 
 if __name__ == "__main__":

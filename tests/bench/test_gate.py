@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.gate_engine import ROWS, Case, Part, _judge, jobs, workloads
+from bench.gate_engine import ROWS, Case, Part, _judge, _judge_case, jobs, workloads
 from ziggurat.integration.determinism.compare import Outcome
 from ziggurat.integration.vllm.capture import CapturedStep
 from ziggurat.residency.config import TiersConfig
@@ -38,6 +38,7 @@ def outcome(value: float) -> Outcome:
 
 
 COUNTS = {"clean": 1, "replayed": 0, "exact": 0, "tolerated": 0, "failed": 0, "passes": 1, "missed": 0}
+EXACT = {"clean": 0, "exact": 1, "passes": 3, "missed": 9}
 
 
 @pytest.mark.parametrize(
@@ -46,15 +47,28 @@ COUNTS = {"clean": 1, "replayed": 0, "exact": 0, "tolerated": 0, "failed": 0, "p
         (Case("all", ROWS), 1.0, {}, True),
         (Case("all", ROWS), 1.5, {}, False),
         (Case("all", ROWS), 1.0, {"missed": 1, "passes": 2}, False),
-        (Case("few", 20), 1.0, {"clean": 0, "exact": 1, "passes": 3, "missed": 9}, True),
-        (Case("few", 20), 1.5, {"clean": 0, "exact": 1, "passes": 3, "missed": 9}, False),
-        (Case("few", 20), 1.0, {}, False),
-        (Case("few", 20), 1.0, {"missed": 9}, False),
+        (Case("few", 20), 1.0, EXACT, True),
+        (Case("few", 20), 1.5, EXACT, False),
         (Case("off", 20, control=True), 1.5, {"missed": 9}, True),
         (Case("off", 20, control=True), 1.0, {"missed": 9}, False),
     ],
     ids=str,
 )
-def test_verdicts(tmp_path: Path, case: Case, found: float, counts: dict[str, int], good: bool) -> None:
-    part = jobs(tmp_path, cpu=False)["full"]
-    assert _judge(part, case, "decode 1", outcome(1.0), outcome(found), {**COUNTS, **counts}) is good
+def test_verdicts_on_batches(case: Case, found: float, counts: dict[str, int], good: bool) -> None:
+    assert _judge(case, "decode 1", outcome(1.0), outcome(found), {**COUNTS, **counts}) is good
+
+
+@pytest.mark.parametrize(
+    ("part", "slots", "counts", "good"),
+    [
+        ("full", ROWS, {}, True),
+        ("full", 20, {}, False),
+        ("full", 20, EXACT, True),
+        ("full", 20, {"missed": 9}, False),
+        ("eager", 20, {"missed": 9}, True),
+        ("eager", 20, {}, False),
+    ],
+)
+def test_verdicts_on_cases(tmp_path: Path, part: str, slots: int, counts: dict[str, int], good: bool) -> None:
+    job = jobs(tmp_path, cpu=False)[part]
+    assert _judge_case(job, Case("case", slots), {**COUNTS, **counts}) is good
