@@ -56,6 +56,18 @@ class Account:
             self._set_gauges(with_heat=self._steps % _HEAT_EVERY_STEPS == 0)
         self._steps += 1
 
+    def clean_steps(self, steps: int, pairs: int) -> None:
+        """Book steps of one pass that could not miss, and the pairs routed in all of them."""
+        add = self._metrics.add
+        with self._metrics.writing():
+            add("ziggurat_routed_pairs_total", pairs)
+            add("ziggurat_hit_pairs_total", pairs)
+            add("ziggurat_steps_total", steps, "clean")
+            add("ziggurat_steps_without_miss_total", steps)
+            add("ziggurat_passes_total", steps)
+            self._metrics.observe("ziggurat_step_passes", [1.0] * steps)
+            self._set_gauges(with_heat=True)
+
     def fetches(self) -> None:
         """Book fetches outside a step."""
         with self._metrics.writing():

@@ -46,13 +46,31 @@ class HeatMap:
         self.seeded = False  # whether the counts continue those of a file
         self._decay = 0.5 ** (1.0 / half_life)
 
-    def add(self, layer: int, experts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64]) -> None:
-        """Routed pairs of one layer: `experts` [n] distinct, `pairs` [n]."""
+    def add(
+        self,
+        layer: int | npt.NDArray[np.int64],
+        experts: npt.NDArray[np.int64],
+        pairs: npt.NDArray[np.int64],
+    ) -> None:
+        """Routed pairs: `experts` [n], `pairs` [n], of one layer or of `layer` [n]; nothing is named twice."""
         self.counts[layer, experts] += pairs
 
     def advance(self) -> None:
         """One step has passed."""
         self.counts *= self._decay
+
+    def add_steps(self, pairs: npt.NDArray[np.integer]) -> None:
+        """Routed pairs of several steps, oldest first, [steps, layers, experts]; that many steps have passed then."""
+        steps = len(pairs)
+        self.counts *= self._decay**steps
+        self.counts += np.tensordot(self._decay ** np.arange(steps, 0, -1.0), pairs, axes=1)
+
+    def copy(self) -> HeatMap:
+        """The same counts, for a thread that must not see them change."""
+        other = HeatMap(*self.counts.shape)
+        other.counts[:] = self.counts
+        other.seeded, other._decay = self.seeded, self._decay
+        return other
 
     def known(self) -> int:
         """How many experts have any heat left."""

@@ -91,7 +91,9 @@ class TierMetrics:
 
     def add(self, name: str, amount: int, *labels: str) -> None:
         """Increase a counter."""
-        self._counts[self._cell(name, "counter", labels)] += np.uint64(amount)
+        cell = self._cell(name, "counter", labels)
+        if amount:
+            self._counts[cell] += np.uint64(amount)
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge."""
@@ -99,6 +101,8 @@ class TierMetrics:
 
     def observe(self, name: str, values: Sequence[float], *labels: str) -> None:
         """Add observations to a histogram."""
+        if not values:
+            return
         cell = self._cell(name, "histogram", labels)
         bounds = _SPECS[name].bounds
         buckets = np.searchsorted(bounds, values, side="left")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +19,14 @@ from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.account import Account
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, NoConsensus
+from ziggurat.residency.device_layer import DeviceLayers
+from ziggurat.residency.device_state import DeviceState
+from ziggurat.residency.errors import ResidencyError
 from ziggurat.residency.fetch import Entry, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
+from ziggurat.residency.late_books import LateBooks
 from ziggurat.residency.layer import LayerRunner
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import (
@@ -34,7 +39,7 @@ from ziggurat.residency.passes import (
     StepTokens,
 )
 from ziggurat.residency.policies.registry import make_policy
-from ziggurat.residency.ports import ExpertOps, RowArena, RowCodec, RowPack, RowPool
+from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import GeometryMismatchError, StepError
 from ziggurat.residency.slots import SlotPool, SlotTable
@@ -52,6 +57,8 @@ __all__ = [
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+_MOST_LATE = 512  # steps whose counts may wait for a thread that gets no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,8 @@ class ExpertService:
 
     pack, arena and pool belong to the service from here on and are closed with it. arena=None: no host cache, rows
     pass through a few pageable staging places. heat_folder=None: heat is neither read nor saved.
+    kernels: runs layers where the pool is; None = the host computes them with `ops`, which needs a pool in host memory.
+    max_tokens: rows of the largest batch that `moe` is called with; of interest with kernels only.
     slot_seed: hand free slots out in a shuffled order (results do not depend on it; determinism tests use it).
     replay_enabled, consensus_enabled: switches of negative controls; False makes results wrong or ranks diverge.
     """
@@ -91,6 +100,8 @@ class ExpertService:
         consensus: Consensus,
         metrics: TierMetrics,
         ops: ExpertOps | None = None,
+        kernels: LayerKernels | None = None,
+        max_tokens: int = 0,
         heat_folder: Path | None = None,
         slot_seed: int | None = None,
         replay_enabled: bool = True,
@@ -113,36 +124,49 @@ class ExpertService:
         self._state: PassState | None = None
         self._in_step = False
         self._closed = False
+        self._late_epoch: int | None = None  # of the step before, if its copies were not known to be complete
         self._steps = 0
         self._logged: set[str] = set()
         self._preheater: Preheater | None = None
 
-        order = None
-        if slot_seed is not None:
-            order = list(range(pool.slots))
-            random.Random(slot_seed).shuffle(order)
         table = SlotTable(geometry.layers, geometry.experts, pool.slots, codec.name)
-        self.slots = SlotPool(pool, table, make_policy(config.policy.eviction), order)
+        self.slots = SlotPool(pool, table, make_policy(config.policy.eviction), _order(pool.slots, slot_seed))
         self.cache = HostCache(
             pack, arena, make_policy(config.policy.eviction), experts=geometry.experts, staging=readers
         )
         self._fetcher = Fetcher(self.slots, self.cache)
-        self._layers = LayerRunner(geometry, codec, ops or cpu_ops, self.slots, self._fetcher)
+        self._layers: LayerRunner | DeviceLayers
+        if kernels is None:
+            self._layers = LayerRunner(geometry, codec, ops or cpu_ops, self.slots, self._fetcher)
+        else:
+            state = DeviceState(geometry.layers, geometry.experts, max_tokens, pool.device)
+            self._layers = DeviceLayers(geometry, kernels, self.slots, self._fetcher, state)
         self._runner = StepRunner(
             geometry,
             self.slots,
             self._fetcher,
             consensus,
             MissSettings(
-                _miss_mode(config, pool),
+                _miss_mode(config, on_host=kernels is None),
                 config.miss.max_replays,
                 config.miss.tolerance,
                 replay_enabled,
             ),
+            self._layers,
             self._arm,
         )
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
         self._account.gauges(with_heat=True)
+        # Guards heat and what is booked late; held during a capture, it keeps that thread from asking the device.
+        self._books = threading.RLock()
+        self._late_books = LateBooks(self._book_late)
+        self._heat_late = 0  # steps booked late since heat was saved
+        self._policies_late = 0  # steps booked late that the policies have not been told of
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is settled that nothing can miss on any rank, so that prompts need not be told apart."""
+        return self._runner.complete
 
     @property
     def mode(self) -> PassMode:
@@ -154,12 +178,12 @@ class ExpertService:
     ) -> torch.Tensor:
         """Routed experts of one layer (index): x [T, H], weights and ids [T, k] -> [T, H] in x's dtype.
 
-        Rows of padding (beyond the step's live tokens) come out as zeros. RoutingError if an id of a live token is
-        not an expert, or a shape does not fit the model.
+        Rows of padding (beyond the step's live tokens) come out as zeros. RoutingError if a shape does not fit the
+        model; if an id of a live token is not an expert, here or at the end of the pass.
         """
         if self._state is None:
             self._account.unarmed_call()
-            return x.new_zeros(x.shape)
+            return self._layers.unarmed(layer, x, topk_weights, topk_ids)
         return self._layers.run(self._state, layer, x, topk_weights, topk_ids)
 
     def run_step(self, forward: Callable[[PassPath], T], tokens: StepTokens) -> StepResult[T]:
@@ -174,13 +198,15 @@ class ExpertService:
             raise StepError(f"a step has at least 0 live tokens, not {tokens.count}")
         if tokens.prefill is not None and tokens.prefill.shape != (tokens.count,):
             raise StepError(f"prefill must have one flag for each of the {tokens.count} live tokens")
+        self._raise_late_error()
+        self._close_late_epoch()
         self._in_step = True
         step = StepState(tokens, self.cache.open_epoch())
         try:
             result = self._runner.run(forward, step)
         finally:
             self._in_step = False
-            self.cache.close_epoch(step.epoch)
+            self._close_epoch(step.epoch)
         self._finish(step, result)
         return result
 
@@ -202,6 +228,7 @@ class ExpertService:
         try:
             outcome = self._fetcher.fetch(hottest, blocked=(), epoch=epoch, entry=Entry.SEED)
         finally:
+            self._fetcher.drain()
             self.cache.close_epoch(epoch)
         # Rows that the pool has come last in the arena: they are wanted there only once they lose their slot.
         arena_order = [*ranked[self.slots.slots :], *ranked[: self.slots.slots]]
@@ -219,14 +246,28 @@ class ExpertService:
             tuple(outcome.faults),
         )
 
+    def resize(self, slots: int, *, slot_seed: int | None = None) -> None:
+        """Go on with an empty pool that uses `slots` of its slots; the others stay allocated and are left alone.
+
+        For tests that compare pools of several sizes under the same captured graphs. Every rank must call it.
+        """
+        if self._in_step:
+            raise StepError("a pool cannot change its size within a step")
+        self._close_late_epoch()
+        self.collect()
+        self.slots.restart(slots, _order(self.slots.pool.slots, slot_seed))
+        self._runner.forget()
+        self._account.gauges(with_heat=True)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, no background work is in progress or begins: for graph capture."""
-        if self._preheater is None:
-            yield
-            return
-        with self._preheater.paused():
-            yield
+        with self._books:
+            if self._preheater is None:
+                yield
+                return
+            with self._preheater.paused():
+                yield
 
     def preheated(self) -> None:
         """Wait until the background thread has filled the arena as far as it can."""
@@ -235,9 +276,30 @@ class ExpertService:
 
     def save_heat(self) -> HeatNote:
         """Write the heat file now. A disk that refuses it is logged once, and is no error."""
+        self.collect()
+        return self._save_heat()
+
+    def collect(self, *, wait: bool = True) -> None:
+        """Book what steps have counted on the device and nobody waited for; without `wait` what has arrived so far.
+
+        A thread does it every now and then; so the metrics and the heat of such steps are behind by a moment.
+        """
+        with self._books:
+            late = self._layers.collect(wait=wait)
+            if late is not None:
+                self._heat_late += len(late.pairs)
+                self._policies_late += len(late.pairs)
+                self.heat.add_steps(late.pairs)
+                self._account.clean_steps(len(late.pairs), int(late.pairs.sum()))
+
+    def _save_heat(self) -> HeatNote:
         if self._heat_path is None:
             return HeatNote(False, "heat is switched off")
-        return self._log(save_heat(self._heat_path, self._heat_key, self.heat))
+        with self._books:
+            heat, self._heat_late = self.heat.copy(), 0
+        note = save_heat(self._heat_path, self._heat_key, heat)
+        self.heat.seeded = heat.seeded
+        return self._log(note)
 
     def close(self) -> None:
         """Join background work, save heat, close pack and arena. May be called twice."""
@@ -246,7 +308,9 @@ class ExpertService:
         self._closed = True
         if self._preheater is not None:
             self._preheater.close()
-        self.save_heat()
+        self._late_books.close()
+        self._give_up_device()
+        self._save_heat()
         self._pack.close()
         self._arena.close()
         self.slots.pool.close()
@@ -261,20 +325,70 @@ class ExpertService:
         self._state = state
 
     def _finish(self, step: StepState, result: StepResult[T]) -> None:
+        if step.deferred:
+            self._late_books.nudge()
+            if self._layers.deferred > _MOST_LATE:
+                self.collect(wait=False)
+            return
         self._steps += 1
-        for route in step.routes:
-            self.heat.add(route.layer, route.experts, route.pairs)
-        self.heat.advance()
-        self.slots.policy.advance()
-        self.cache.advance()
+        with self._books:
+            for route in step.routes:
+                self.heat.add(route.layer, route.experts, route.pairs)
+            self.heat.advance()
+            passed, self._policies_late = 1 + self._policies_late, 0
+        self.slots.policy.advance(passed)
+        self.cache.advance(passed)
         self._account.step(step, result)
         if self._steps % self._config.heat.save_every_steps == 0:
-            self.save_heat()
+            self._save_heat()
+
+    def _book_late(self) -> bool:
+        """In the thread: book what has arrived; whether something is left."""
+        self.collect(wait=False)
+        if self._heat_late >= self._config.heat.save_every_steps:
+            self._save_heat()
+        return self._layers.deferred > 0
+
+    def _raise_late_error(self) -> None:
+        error = self._late_books.take_error()
+        if error is not None:
+            raise error
+
+    def _close_epoch(self, epoch: int) -> None:
+        """End a step's hold on the arena; with copies under way that is put off, so that nobody waits for them."""
+        if self._fetcher.copying:
+            self._late_epoch = epoch
+        else:
+            self.cache.close_epoch(epoch)
+
+    def _close_late_epoch(self) -> None:
+        if self._late_epoch is not None:
+            self._fetcher.drain()
+            self.cache.close_epoch(self._late_epoch)
+            self._late_epoch = None
+
+    def _give_up_device(self) -> None:
+        """Before memory is given back: no copy is under way, and what was counted is booked. A device that failed
+        cannot be waited for; what ended the process has been said already."""
+        try:
+            self._fetcher.drain()
+            self._close_late_epoch()
+            self.collect()
+        except (RuntimeError, ResidencyError) as error:
+            logger.warning("the device did not finish its work: %s", error)
 
 
-def _miss_mode(config: TiersConfig, pool: RowPool) -> PassMode:
+def _order(slots: int, seed: int | None) -> list[int]:
+    """In which order slots are handed out."""
+    order = list(range(slots))
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    return order
+
+
+def _miss_mode(config: TiersConfig, *, on_host: bool) -> PassMode:
     if config.miss.mode == "auto":
-        return PassMode.INLINE if pool.device.type == "cpu" else PassMode.REPLAY
+        return PassMode.INLINE if on_host else PassMode.REPLAY
     return PassMode(config.miss.mode)
 
 

@@ -23,7 +23,8 @@ _TAKEN = -2  # out of the free list, bytes on the way, not published
 class SlotTable:
     """int32 [layers, experts] of slot numbers, -1 where absent, and the owner of every slot.
 
-    `table` and `numpy` are two views of one memory. `codec` says what the rows in these slots are.
+    `table` and `numpy` are two views of one memory; a device's copy of it is behind if it was made at another
+    `version`. `codec` says what the rows in these slots are.
     """
 
     def __init__(self, layers: int, experts: int, slots: int, codec: str) -> None:
@@ -33,6 +34,7 @@ class SlotTable:
         self.table = torch.full((layers, experts), ABSENT, dtype=torch.int32)
         self.numpy: npt.NDArray[np.int32] = self.table.numpy()
         self.owners = [_FREE] * slots
+        self.version = 0  # changes with every change of the table
 
     def slot_of(self, key: int) -> int:
         """Slot of a row key, or -1."""
@@ -41,11 +43,13 @@ class SlotTable:
     def bind(self, slot: int, key: int) -> None:
         self.numpy[key // self.experts, key % self.experts] = slot
         self.owners[slot] = key
+        self.version += 1
 
     def unbind(self, slot: int) -> None:
         key = self.owners[slot]
         self.numpy[key // self.experts, key % self.experts] = ABSENT
         self.owners[slot] = _FREE
+        self.version += 1
 
 
 class SlotPool:
@@ -62,9 +66,6 @@ class SlotPool:
         policy: EvictionPolicy,
         slot_order: Iterable[int] | None = None,
     ) -> None:
-        order = list(range(pool.slots) if slot_order is None else slot_order)
-        if sorted(order) != list(range(pool.slots)):
-            raise SlotError(f"slot_order must be a permutation of 0..{pool.slots - 1}")
         if len(table.owners) != pool.slots:
             raise SlotError(f"the slot table is for {len(table.owners)} slots, the pool has {pool.slots}")
         if pool.slots < 1:
@@ -73,16 +74,41 @@ class SlotPool:
         self.table = table
         self.policy = policy
         self.evictions = 0
-        self._free = order[::-1]  # popped from the end
+        self._withheld: list[int] = []
+        self._free = self._order(slot_order)[::-1]  # popped from the end
+
+    def _order(self, wanted: Iterable[int] | None) -> list[int]:
+        order = list(range(self.pool.slots) if wanted is None else wanted)
+        if sorted(order) != list(range(self.pool.slots)):
+            raise SlotError(f"slot_order must be a permutation of 0..{self.pool.slots - 1}")
+        return order
 
     @property
     def slots(self) -> int:
-        return self.pool.slots
+        """Slots in use or free to use."""
+        return self.pool.slots - len(self._withheld)
+
+    def restart(self, slots: int, slot_order: Iterable[int] | None = None) -> None:
+        """Forget every row, and use only the first `slots` of `slot_order` from now on."""
+        if not 1 <= slots <= self.pool.slots:
+            raise SlotError(f"a pool of {self.pool.slots} slots cannot go on with {slots}")
+        if _TAKEN in self.table.owners:
+            raise SlotError("a pool cannot start anew while rows are on their way into it")
+        order = self._order(slot_order)
+        for key in self.held():
+            self.policy.remove(key)
+            self.table.unbind(self.table.slot_of(key))
+        self._free, self._withheld = order[:slots][::-1], order[slots:]
 
     @property
     def used(self) -> int:
         """Published slots."""
         return len(self.policy)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row has a slot. It stays so, because then nothing is ever evicted."""
+        return self.used == self.table.layers * self.table.experts
 
     @property
     def free(self) -> int:
@@ -163,5 +189,5 @@ class SlotPool:
         if set(self.policy.order()) != set(self.held()):
             raise SlotError("the policy holds other keys than the slots")
         free = [slot for slot, owner in enumerate(owners) if owner == _FREE]
-        if sorted(self._free) != free:
+        if sorted([*self._free, *self._withheld]) != free:
             raise SlotError(f"free list {sorted(self._free)} against unowned slots {free}")

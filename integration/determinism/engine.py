@@ -14,9 +14,10 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.platforms import current_platform
 
 from ziggurat.integration.determinism.compare import Outcome
-from ziggurat.integration.vllm.capture import read_capture
+from ziggurat.integration.vllm.capture import read_steps
 from ziggurat.integration.vllm.settings import LOAD_FORMAT, to_additional_config
 from ziggurat.integration.vllm.tiered import close_all
 from ziggurat.residency.config import TiersConfig
@@ -28,6 +29,12 @@ SMALL_ENGINE: dict[str, Any] = {
     "max_num_seqs": 8,
     "seed": 0,
 }
+# With graphs; and a fixed cache, since an engine among others shall not take a share of whatever is free.
+ON_GPU: dict[str, Any] = {
+    "enforce_eager": False,
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 1 << 30,
+}
 
 
 class Engine:
@@ -36,7 +43,7 @@ class Engine:
     def __init__(self, llm: Any, capture: Path) -> None:
         self.llm = llm
         self._capture = capture
-        self._seen = 0
+        self._read = 0  # bytes of the capture
         self.last_logprobs: list[Any] = []
 
     def run(self, prompts: Sequence[str], tokens: int, **sampling: Any) -> Outcome:
@@ -48,8 +55,10 @@ class Engine:
         self.last_logprobs = [
             (choice.logprobs, out.prompt_logprobs) for out in outputs for choice in out.outputs
         ]
-        steps = tuple(read_capture(self._capture / "logits.rank0.npys"))
-        new, self._seen = steps[self._seen :], len(steps)
+        with (self._capture / "logits.rank0.npys").open("rb") as file:
+            file.seek(self._read)
+            new = tuple(read_steps(file))
+            self._read = file.tell()
         return Outcome(tuple(tuple(choice.token_ids) for out in outputs for choice in out.outputs), new)
 
     @property
@@ -65,7 +74,7 @@ def open_engine(
 ) -> Iterator[Engine]:
     """An engine of ``model`` behind ``tiers``; torn down completely on exit."""
     with tempfile.TemporaryDirectory(prefix="ziggurat-capture-") as folder:
-        arguments = {**SMALL_ENGINE, **engine}
+        arguments = {**SMALL_ENGINE, **(ON_GPU if current_platform.is_cuda() else {}), **engine}
         # Engines collect garbage several times at their start; what is alive already need not be walked each time.
         # (Their end undoes it.)
         gc.freeze()

@@ -1,4 +1,4 @@
-"""Environment of a small vLLM engine on the CPU, to be set before vLLM is imported."""
+"""Environment of a small vLLM engine, to be set before vLLM is imported."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ OFFLINE = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_MLA_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # steps are taken over in the V1 runner
 }
 
 

@@ -54,11 +54,16 @@ class LogitsCapture:
 def read_capture(path: Path) -> Iterator[CapturedStep]:
     """Steps of a capture file, in order; a step that a killed process left half-written ends the sequence."""
     with path.open("rb") as file:
-        while True:
-            try:
-                requests = np.load(file, allow_pickle=False)
-                tokens = np.load(file, allow_pickle=False)
-                logits = np.load(file, allow_pickle=False)
-            except (EOFError, ValueError):
-                return
-            yield CapturedStep(tuple(str(r) for r in requests), tuple(int(t) for t in tokens), logits)
+        yield from read_steps(file)
+
+
+def read_steps(file: IO[bytes]) -> Iterator[CapturedStep]:
+    """Steps from where an open capture file stands."""
+    while True:
+        try:
+            requests = np.load(file, allow_pickle=False)
+            tokens = np.load(file, allow_pickle=False)
+            logits = np.load(file, allow_pickle=False)
+        except (EOFError, ValueError):
+            return
+        yield CapturedStep(tuple(str(r) for r in requests), tuple(int(t) for t in tokens), logits)

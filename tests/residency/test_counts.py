@@ -12,6 +12,8 @@ from support.wrapped_packs import WrappedPack
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import OUTCOMES
 
+pytestmark = pytest.mark.usefixtures("layers")
+
 STEPS, TOKENS, PADDING = 6, 4, 2
 INLINE = {"mode": "inline"}
 REPLAY = {"mode": "replay", "max_replays": 2}
@@ -34,6 +36,7 @@ def test_counts_add_up(
     with tiers(packs, slots=slots, places=places, miss=miss, pack=pack) as service:
         run = Passes(model, service)
         results = [run.step(model.inputs(TOKENS, seed=i % 4), padding=PADDING) for i in range(STEPS)]
+        service.collect()
         m = service.metrics
         value = m.value
         stride = packs.open().header.stride

@@ -191,3 +191,20 @@ def test_a_crash_while_saving_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     assert "No space left" in note.reason
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_several_steps_at_once_are_those_steps_one_by_one() -> None:
+    generator = np.random.default_rng(3)
+    pairs = generator.integers(0, 5, (7, 2, 6))
+    one, other = HeatMap(2, 6, half_life=4.0), HeatMap(2, 6, half_life=4.0)
+    for heat in (one, other):
+        heat.add(1, np.array([2, 3]), np.array([8, 1]))
+    for step in pairs:
+        for layer in range(2):
+            one.add(layer, np.arange(6), step[layer])
+        one.advance()
+    other.add_steps(pairs)
+    assert np.allclose(one.counts, other.counts, rtol=1e-12)
+    copy = other.copy()
+    other.advance()
+    assert np.allclose(one.counts, copy.counts, rtol=1e-12)

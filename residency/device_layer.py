@@ -1,0 +1,289 @@
+"""MoE layers of a service whose pool is on a device: what is queued there for a layer, and what a pass has counted.
+
+In a replay pass the host decides nothing: the kernels look experts up in the device's slot table, leave out those
+without a slot, and count. Such a pass can be a replayed graph, in which this code does not even run. In an inline pass
+the host reads each layer's routing, brings the missing rows, and queues the layer in as many portions as that takes.
+
+A slot may be written again as soon as `pool.write` is called, although kernels that read it may still be queued: the
+pool's copies wait for the stream that those kernels are on. Between the passes of a replayed step no kernel is even
+queued, since the host has waited for the pass's tally, which comes after the pass's last kernel.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ziggurat.residency.device_state import Counted, DeviceState
+from ziggurat.residency.fetch import Fetcher
+from ziggurat.residency.geometry import ServiceGeometry
+from ziggurat.residency.passes import BoolArray, IntArray, PassMode, PassState, Route
+from ziggurat.residency.ports import LayerKernels
+from ziggurat.residency.rounds import Indices, rounds
+from ziggurat.residency.routing import check_shapes, count_pairs
+from ziggurat.residency.runtime_errors import RoutingError, StepError
+from ziggurat.residency.slots import ABSENT, SlotPool
+from ziggurat.residency.transfers import Download
+
+
+@dataclass(frozen=True, slots=True)
+class LateCounts:
+    """What steps that could not miss have counted: pairs int [steps, L, E], oldest first."""
+
+    pairs: npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a batch from `first` on: x [n, H], topk_ids [n, k] and live [1] on the device, ids of the live rows."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    live: torch.Tensor
+    ids: npt.NDArray[np.integer]
+    first: int
+
+
+class DeviceLayers:
+    """Runs layers through `kernels` against a slot pool, and keeps the books of a pass from what they count."""
+
+    def __init__(
+        self,
+        geometry: ServiceGeometry,
+        kernels: LayerKernels,
+        slots: SlotPool,
+        fetcher: Fetcher,
+        state: DeviceState,
+    ) -> None:
+        self.defers = True
+        self._geometry = geometry
+        self._kernels = kernels
+        self._slots = slots
+        self._fetcher = fetcher
+        self._device = state
+        self._deferred: deque[Download] = deque()
+        self._sure = False  # whether the passes since the last `begin` could not miss
+        # Enough for a host that is a step ahead of the device; page-locked memory is slow to get.
+        self._spare = [state.download() for _ in range(3)]
+
+    # -- layers ------------------------------------------------------------------------------------------------
+
+    def unarmed(
+        self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The launches of a replay pass with no live token: what graphs are captured from. Zeros [T, H]."""
+        self._check(layer, x, topk_weights, topk_ids, 0)
+        if not _capturing(x.device):
+            self._device.disarm()
+        return self._launch(layer, x, topk_weights, topk_ids)
+
+    def run(
+        self,
+        state: PassState,
+        layer: int,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """x [T, H], weights and ids [T, k] -> [T, H] in x's dtype. Rows of padding come out as zeros.
+
+        RoutingError for shapes, or in an inline pass ids, that the model cannot have produced.
+        """
+        self._check(layer, x, topk_weights, topk_ids, state.step.tokens.count)
+        if state.mode is PassMode.REPLAY:
+            return self._launch(layer, x, topk_weights, topk_ids)
+        return self._serve(state, layer, x, topk_weights, topk_ids)
+
+    def _launch(
+        self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        device = self._device
+        return self._kernels.run(
+            x,
+            topk_weights,
+            topk_ids,
+            slots=device.table_of[layer],
+            pool=self._slots.pool.tensor,
+            live=device.live,
+            prefill=device.prefill,
+            counts=device.counts_of[layer],
+            tally=device.tally,
+        )
+
+    def _serve(
+        self,
+        state: PassState,
+        layer: int,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """A layer of an inline pass, in as many parts as its tokens need."""
+        tokens = state.step.tokens
+        ids = topk_ids[: tokens.count].cpu().numpy()  # the layer's one host synchronisation
+        outs = []
+        for first, rows, live in self._device.parts(x.shape[0], tokens.count, self._kernels.part_tokens):
+            here = slice(first, first + rows)
+            part = _Part(x[here], topk_ids[here], live, ids[here], first)
+            prefill = None if tokens.prefill is None else tokens.prefill[here]
+            self._experts(state, layer, part, prefill)
+            outs.append(self._kernels.finish(part.x, topk_weights[here], part.topk_ids, live))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _experts(self, state: PassState, layer: int, part: _Part, prefill: BoolArray | None) -> None:
+        """Contributions of what is resident first, then of the rest as it arrives."""
+        self._kernels.begin(part.x, part.topk_ids, part.live)
+        pairs, steady = count_pairs(part.ids, self._geometry.experts, prefill)
+        experts = np.flatnonzero(pairs)
+        resident = self._slots.resident(layer, experts)
+        self._account(state, layer, experts, pairs[experts], steady[experts], resident)
+        self._add(layer, experts[resident], part)
+        for chosen in rounds(self._slots, experts[~resident], steady):
+            self._round(state, layer, chosen, steady, part)
+
+    def _round(self, state: PassState, layer: int, chosen: Indices, steady: IntArray, part: _Part) -> None:
+        base = layer * self._geometry.experts
+        wanted = {base + expert: float(steady[expert]) for expert in chosen.tolist()}
+        outcome = self._fetcher.fetch(wanted, blocked=(), epoch=state.step.epoch)
+        failed = {fault.key: fault.reason for fault in outcome.faults}
+        for key, reason in failed.items():
+            state.fail(key, reason, part.first + np.flatnonzero((part.ids == key - base).any(axis=1)))
+        arrived = [expert for expert in chosen.tolist() if base + expert not in failed]
+        self._add(layer, np.array(arrived, dtype=np.intp), part)
+
+    def _add(self, layer: int, experts: Indices, part: _Part) -> None:
+        """Queue the contributions of `experts`, all of which are resident."""
+        if not len(experts):
+            return
+        chunk = np.full(self._geometry.experts, ABSENT, dtype=np.int32)
+        chunk[experts] = self._slots.table.numpy[layer, experts]
+        self._kernels.add(
+            part.x,
+            part.topk_ids,
+            part.live,
+            slots=self._device.show_chunk(chunk),
+            pool=self._slots.pool.tensor,
+        )
+
+    def _check(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        live: int,
+    ) -> None:
+        check_shapes(self._geometry, layer, x, topk_weights, topk_ids, live)
+        if x.shape[0] > self._device.max_tokens:
+            raise RoutingError(
+                f"layer {layer} got {x.shape[0]} tokens, but the largest batch was said to have "
+                f"{self._device.max_tokens}"
+            )
+
+    # -- passes ------------------------------------------------------------------------------------------------
+
+    def begin(self, state: PassState) -> None:
+        """Before the forward pass."""
+        tokens = state.step.tokens
+        self._device.arm(tokens.count, tokens.prefill)
+        self._sure = False
+        if state.mode is PassMode.REPLAY:
+            self._device.show(self._slots.table)
+
+    def end(self) -> None:
+        """After a forward pass that followed `begin`, or one that raised."""
+        self._device.disarm()
+
+    def learn(self, state: PassState) -> None:
+        """After a replay pass: wait for it, and put what it counted into its state. RoutingError for bad ids."""
+        counted = self._device.counted()
+        # The pass came behind the rows that were fetched for it, so these have arrived, too.
+        self._fetcher.arrived()
+        self._check_ids(counted)
+        pairs, steady = counted.pairs, counted.steady
+        here = self._slots.table.numpy != ABSENT
+        routed = pairs > 0
+        state.used.update(_weights(steady, routed & here))
+        state.missed.update(_weights(steady, routed & ~here))
+        state.missing_pairs = counted.missing
+        state.routes.append(_route(pairs))
+        state.count(int(pairs.sum()), counted.missing)
+
+    def begin_sure(self, state: PassState) -> None:
+        """Instead of `begin`, before a pass that cannot miss. Of several such passes only the first one has to start
+        from zero: the others count nothing in the tally, either, and nobody asks whose tokens belong to a prompt."""
+        if self._sure:
+            self._device.check(state.step.tokens.count)
+            self._device.set_live(state.step.tokens.count)
+        else:
+            self._device.arm(state.step.tokens.count, None)
+            self._device.show(self._slots.table)
+            self._sure = True
+
+    def defer(self) -> None:
+        """Instead of `learn`, after a pass that cannot have missed: have its counts brought, and do not wait."""
+        counts = self._spare.pop() if self._spare else self._device.download()
+        counts.take()
+        self._deferred.append(counts)
+
+    def collect(self, *, wait: bool) -> LateCounts | None:
+        """What has arrived of deferred passes, with `wait` all of it."""
+        pairs = []
+        while self._deferred and (wait or self._deferred[0].arrived()):
+            counts = self._deferred.popleft()
+            counted = self._device.parse(counts.read())
+            self._spare.append(counts)
+            self._check_ids(counted)
+            if counted.missing:
+                raise StepError(f"{counted.missing} pairs missed in a pool that holds every row")
+            pairs.append(counted.pairs)
+        return LateCounts(np.stack(pairs)) if pairs else None
+
+    @property
+    def deferred(self) -> int:
+        """Passes whose counts have not been collected."""
+        return len(self._deferred)
+
+    def _check_ids(self, counted: Counted) -> None:
+        if counted.invalid:
+            raise RoutingError(
+                f"{counted.invalid} pairs are routed to experts that do not exist; experts are "
+                f"0..{self._geometry.experts - 1}"
+            )
+
+    def _account(
+        self,
+        state: PassState,
+        layer: int,
+        experts: Indices,
+        pairs: IntArray,
+        steady: IntArray,
+        resident: npt.NDArray[np.bool_],
+    ) -> None:
+        """Counts of a layer of an inline pass; the policy hears of uses at once."""
+        keys = experts[resident] + layer * self._geometry.experts
+        here = dict(zip(keys.tolist(), map(float, steady[resident].tolist()), strict=True))
+        state.used.update(here)
+        self._slots.touch(here)
+        state.routes.append(Route(layer, experts, pairs))
+        state.count(int(pairs.sum()), int(pairs[~resident].sum()))
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether work on the current stream is captured and not run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _weights(steady: IntArray, chosen: npt.NDArray[np.bool_]) -> dict[int, float]:
+    """Row key -> pairs of tokens that are not prefill, of the chosen experts, bool [L, E]."""
+    keys = np.flatnonzero(chosen)
+    return dict(zip(keys.tolist(), map(float, steady.reshape(-1)[keys].tolist()), strict=True))
+
+
+def _route(pairs: IntArray) -> Route:
+    layers, experts = np.nonzero(pairs)
+    return Route(layers, experts, pairs[layers, experts])

@@ -1,0 +1,56 @@
+"""Booking what nobody waited for: away from the steps, several at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+QUIET_SECONDS = 0.05
+
+
+class LateBooks:
+    """A thread that calls `book` a moment after `nudge`, and again for as long as that says that something is left.
+
+    What `book` raises ends the thread and is kept for `take_error`.
+    """
+
+    def __init__(self, book: Callable[[], bool]) -> None:
+        self._book = book
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def nudge(self) -> None:
+        """Something was put off."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ziggurat-books", daemon=True)
+            self._thread.start()
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def take_error(self) -> Exception | None:
+        """What the thread ran into, once."""
+        error, self._error = self._error, None
+        return error
+
+    def close(self) -> None:
+        """End the thread. May be called twice."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            if self._stop.wait(QUIET_SECONDS):
+                return
+            # Cleared before it books: what is put off from here on wakes it again.
+            self._wake.clear()
+            try:
+                if self._book():
+                    self._wake.set()
+            except Exception as error:  # noqa: BLE001  # raised where somebody listens: in the next step
+                self._error = error
+                return

@@ -1,0 +1,74 @@
+"""What the identity gate runs, and that it can fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.gate_engine import ROWS, Case, Part, _judge, _judge_case, jobs, workloads
+from ziggurat.integration.determinism.compare import Outcome
+from ziggurat.integration.vllm.capture import CapturedStep
+from ziggurat.residency.config import TiersConfig
+
+
+def test_jobs_survive_their_way_to_the_child(tmp_path: Path) -> None:
+    for cpu in (False, True):
+        for part in jobs(tmp_path, cpu=cpu).values():
+            assert Part.from_json(part.to_json()) == part
+            TiersConfig.from_mapping(part.config)
+
+
+def test_pools_of_every_size_are_in_it(tmp_path: Path) -> None:
+    parts = jobs(tmp_path, cpu=False)
+    sizes = {case.slots for case in parts["full"].cases}
+    assert {ROWS, ROWS // 2, ROWS // 4, ROWS * 19 // 100} <= sizes
+    assert any(size < 32 for size in sizes), "fewer slots than a layer has experts"
+    assert max(parts["full"].batches) == 32
+    assert parts["full"].cases[0].slots == ROWS, "the reference comes first"
+    batches = workloads(parts["full"].batches)
+    assert len(batches["decode 32"]) == 32
+    assert len({len(prompt) for prompt in batches["mixed prefill"]}) > 20
+
+
+def outcome(value: float) -> Outcome:
+    step = CapturedStep(("a",), (1,), np.array([[value]], dtype=np.float32))
+    return Outcome(((1,),), (step,))
+
+
+COUNTS = {"clean": 1, "replayed": 0, "exact": 0, "tolerated": 0, "failed": 0, "passes": 1, "missed": 0}
+EXACT = {"clean": 0, "exact": 1, "passes": 3, "missed": 9}
+
+
+@pytest.mark.parametrize(
+    ("case", "found", "counts", "good"),
+    [
+        (Case("all", ROWS), 1.0, {}, True),
+        (Case("all", ROWS), 1.5, {}, False),
+        (Case("all", ROWS), 1.0, {"missed": 1, "passes": 2}, False),
+        (Case("few", 20), 1.0, EXACT, True),
+        (Case("few", 20), 1.5, EXACT, False),
+        (Case("off", 20, control=True), 1.5, {"missed": 9}, True),
+        (Case("off", 20, control=True), 1.0, {"missed": 9}, False),
+    ],
+    ids=str,
+)
+def test_verdicts_on_batches(case: Case, found: float, counts: dict[str, int], good: bool) -> None:
+    assert _judge(case, "decode 1", outcome(1.0), outcome(found), {**COUNTS, **counts}) is good
+
+
+@pytest.mark.parametrize(
+    ("part", "slots", "counts", "good"),
+    [
+        ("full", ROWS, {}, True),
+        ("full", 20, {}, False),
+        ("full", 20, EXACT, True),
+        ("full", 20, {"missed": 9}, False),
+        ("eager", 20, {"missed": 9}, True),
+        ("eager", 20, {}, False),
+    ],
+)
+def test_verdicts_on_cases(tmp_path: Path, part: str, slots: int, counts: dict[str, int], good: bool) -> None:
+    job = jobs(tmp_path, cpu=False)[part]
+    assert _judge_case(job, Case("case", slots), {**COUNTS, **counts}) is good
