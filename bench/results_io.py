@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,28 @@ def machine_facts() -> dict[str, Any]:
         "threads": int(os.environ.get("OMP_NUM_THREADS", "0")) or "unset",
         "python": platform.python_version(),
         **_versions(),
+        **gpu_facts(),
     }
+
+
+def gpu_facts() -> dict[str, Any]:
+    """Name and memory of the first GPU and its driver's version; nothing where there is none."""
+    from ziggurat.allocators.topology import gpus
+
+    survey = gpus()
+    if not survey.gpus:
+        return {}
+    first = survey.gpus[0]
+    memory = round(first.memory_total / 2**30, 1)
+    return {"gpu": first.name, "gpu_memory_gib": memory, "driver": survey.driver}
+
+
+def results_folder(gpu: str | None) -> Path:
+    """Where results of a GPU of that name go: `NVIDIA H200` has a folder `h200`; without a GPU the top folder."""
+    if not gpu:
+        return RESULTS
+    words = re.findall(r"[a-z0-9]+", gpu.lower())
+    return RESULTS / "-".join(word for word in words if word not in ("nvidia", "geforce"))
 
 
 def _cpu_field(*names: str) -> str:
@@ -97,11 +119,14 @@ def _plain(argument: str, root: Path) -> str:
     return f"{option}{equals}{value}"
 
 
-def provenance(arguments: Sequence[str]) -> dict[str, Any]:
-    """The fields that every result carries beside its numbers."""
+def provenance(arguments: Sequence[str], given_commit: str | None = None) -> dict[str, Any]:
+    """The fields that every result carries beside its numbers.
+
+    given_commit: what the files are, where they were copied to a machine without their git history.
+    """
     return {
         "command": command_line(arguments),
-        "commit": commit(),
+        "commit": given_commit or commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine_facts(),
     }
