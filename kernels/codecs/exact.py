@@ -46,7 +46,7 @@ def check_range(source: SourceArrays, codes: U8, scales: U8, grid: Grid) -> None
     """Refuse codes [..., 32] whose value under scale bytes [...] float32 cannot hold."""
     risky = scales >= RISKY_SCALE_BYTE
     if risky.any():
-        values = grid.values[codes[risky]] * E8M0_VALUES[scales[risky]][..., None]
+        values = grid.values(codes[risky]) * E8M0_VALUES[scales[risky]][..., None]
         if (np.abs(values) >= 2.0**128).any():
             raise WeightRangeError(
                 source.name,

@@ -12,7 +12,7 @@ class Fp4Codec(TiledCodec):
     """Rows of e2m1 nibbles; an MXFP4 source's nibbles and scales are kept verbatim."""
 
     name = "fp4"
-    version = "e2m1-half-even-exact-1/f4box-1"
+    version = "e2m1-half-even-exact-1/f4e5-1"
     grid = FP4_GRID
 
     def quantizer(self, source: SourceArrays) -> Quantizer:

@@ -98,7 +98,7 @@ class _Tables:
             thresholds.reshape(len(grid.midpoints), -1),
             scale_bytes.ravel(),
             powers.ravel(),
-            _exact_bytes(tuple(np.abs(grid.values))),
+            _exact_bytes(tuple(grid.magnitudes)),
         )
 
 

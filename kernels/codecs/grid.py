@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ziggurat.kernels.codecs.quantize import Ints, fp4_blocks, fp4_exponents, w2_blocks, w2_exponents
-from ziggurat.kernels.formats import E2M1_MIDPOINTS, E2M1_VALUES, F64, U8
+from ziggurat.kernels.formats import E2M1_MAGNITUDES, E2M1_MIDPOINTS, F64, U8
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,9 @@ class Grid:
 
     Attributes:
         midpoints: ascending; a magnitude on one belongs below it.
-        values: by code.
-        sign_bit: position of the sign in a code.
+        magnitudes: by code without sign.
+        sign_bit: position of the sign in a code; as far from the magnitude as it is in (2-bit) all or (e2m1) half of
+            the registers of a lane word, where then one shift puts both in place.
         words: 32-bit words for a lane's sixteen weights.
         has_zero: whether a code stands for zero; where none does, a zero's sign decides its value.
         exact_steps: which of the magnitudes below a power of two the block of that largest magnitude may hold to
@@ -31,7 +32,7 @@ class Grid:
     """
 
     midpoints: tuple[float, ...]
-    values: F64
+    magnitudes: F64
     sign_bit: int
     words: int
     has_zero: bool
@@ -39,11 +40,16 @@ class Grid:
     exponents: Callable[[F64], Ints]
     blocks: Callable[[F64, bool], tuple[U8, U8]]
 
+    def values(self, codes: U8) -> F64:
+        """float64 of codes of any shape, in units of the scale."""
+        magnitudes = self.magnitudes[codes & ((1 << self.sign_bit) - 1)]
+        return np.where(codes >> self.sign_bit, -magnitudes, magnitudes)
+
 
 W2_GRID: Final = Grid(
     midpoints=(2.5,),
-    values=np.array([1.0, 4.0, -1.0, -4.0]),
-    sign_bit=1,
+    magnitudes=np.array([1.0, 4.0]),
+    sign_bit=4,
     words=1,
     has_zero=False,
     exact_steps=(0, 4),
@@ -53,8 +59,8 @@ W2_GRID: Final = Grid(
 
 FP4_GRID: Final = Grid(
     midpoints=tuple(float(m) for m in E2M1_MIDPOINTS),
-    values=E2M1_VALUES,
-    sign_bit=3,
+    magnitudes=E2M1_MAGNITUDES,
+    sign_bit=6,
     words=2,
     has_zero=True,
     exact_steps=(0, 1, 2, 3, 4, 6),

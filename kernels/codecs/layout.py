@@ -4,10 +4,16 @@ Weights are operand A of the m16n8k32 matrix instruction, so a matrix [N, K] is 
 tile, lane l = 4 g + t (g = 0..7, t = 0..3) owns sixteen weights: register r = 0..3, byte j = 0..3 is row
 g + 8 (r & 1) and k = 4 t + j + 16 (r >> 1).
 
-* 2-bit: one 32-bit word per lane and tile. Byte j holds the four registers' codes in bits [5:4], [7:6], [3:2],
-  [1:0] for r = 0, 1, 2, 3; a code is sign << 1 | (1 if the level is 4). One shift and one LOP3 turn a register's
-  codes into four e2m1 values.
-* e2m1: two words. Byte j of word i holds register 2 i in the low and register 2 i + 1 in the high nibble.
+* 2-bit: one 32-bit word per lane and tile. Byte j holds register r's sign in bit 7 - r and, in bit 3 - r, whether its
+  level is 4. ``(word << r) & 0x88888888 | 0x30303030`` is register r as four E5M2 bytes, worth level * 2^-3.
+* e2m1: two words. Byte j of word i holds register 2 i as sign in bit 7 and magnitude code in bits 3..1, register
+  2 i + 1 as magnitude code in bits 6..4 and sign in bit 0. ``word & 0x8E8E8E8E`` is register 2 i as four E5M2 bytes,
+  ``(word << 7) & 0x80808080 | (word >> 3) & 0x0E0E0E0E`` register 2 i + 1, all worth value * 2^-14.
+
+An E5M2 byte is the upper half of a float16. So one storage feeds f16 matrix instructions, two weights from one logic
+operation, and 8-bit block-scaled ones, four from one. The first layout (versions w2box-1 and f4box-1) unfolded into
+e2m1 containers, which only block-scaled instructions read; everywhere else a weight cost twice the integer
+instructions, whose rate is the limit there.
 
 Rows of tiles (16 rows of the matrix) follow each other. Within one, k-tiles are grouped so that a lane reads 16 bytes
 at once: [K/32 / group][32 lanes][group] words with 4 tiles a group for 2-bit and 2 for e2m1. Scale bytes lie as
@@ -23,8 +29,6 @@ import numpy.typing as npt
 
 from ziggurat.kernels.formats import U8, U32
 
-#: Bit position, in its byte, of the 2-bit code of register r.
-W2_SHIFTS: Final = (4, 6, 2, 0)
 TILE_ROWS: Final = 16
 TILE_K: Final = 32
 SCALE_GROUP: Final = 4

@@ -9,27 +9,24 @@ import numpy as np
 from ziggurat.kernels.codecs.exact import RISKY_SCALE_BYTE, check_range, pieces
 from ziggurat.kernels.codecs.grid import Grid
 from ziggurat.kernels.codecs.layout import TILE_K
-from ziggurat.kernels.codecs.tiles import Quantized, block_major, lane_words_from_pairs
+from ziggurat.kernels.codecs.tiles import (
+    Quantized,
+    block_major,
+    e2m1_words_from_nibbles,
+    level_words_from_nibbles,
+)
 from ziggurat.kernels.formats import U8
 from ziggurat.kernels.sources import SourceArrays
 
 _WEIGHTS = 1 << 18
 
 
-def mxfp4_codes(pairs: U8, grid: Grid) -> U8:
-    """Codes of packed e2m1 pairs, in place of each nibble: the nibble itself, or its 2-bit level and sign.
-
-    Magnitudes up to 2 become level 1; 3, 4 and 6 (codes 5, 6, 7) level 4; both zeros keep their sign bit.
-    """
-    if grid.has_zero:
-        return pairs
-    quarter = pairs >> 2
+def big_levels(pairs: U8) -> U8:
+    """Which magnitudes of packed e2m1 pairs become level 4: 3, 4 and 6 (codes 5, 6, 7), in bits 0 and 4."""
     big = pairs >> 1
     big |= pairs
-    big &= quarter
+    big &= pairs >> 2
     big &= 0x11
-    quarter &= 0x22
-    big |= quarter
     return big
 
 
@@ -42,10 +39,26 @@ def mxfp4_chunks(
         WeightRangeError: a code would stand for a number beyond float32.
     """
     for first, last in pieces(source, start, stop, _WEIGHTS):
-        codes = mxfp4_codes(block_major(source.bits[first:last], np.uint16), grid)
-        even, odd = codes & 15, codes >> 4
+        pairs = block_major(source.bits[first:last], np.uint16)
         scales = source.scale_bits[first:last]
+        levels = signs = pairs
+        if not grid.has_zero:
+            levels = big_levels(pairs)
+            signs = pairs >> 3
+            signs &= 0x11
         if scales.max() >= RISKY_SCALE_BYTE:
-            by_block = np.stack([even, odd], axis=-1).reshape(8, -1, 4).transpose(1, 0, 2)
-            check_range(source, by_block.reshape(*scales.shape, TILE_K), scales, grid)
-        yield first, last, Quantized(lane_words_from_pairs(even, odd, last - first, grid), scales)
+            _check_range(source, levels, scales, grid)
+        rows = last - first
+        words = (
+            e2m1_words_from_nibbles(pairs, rows)
+            if grid.has_zero
+            else level_words_from_nibbles(signs, levels, rows)
+        )
+        yield first, last, Quantized(words, scales)
+
+
+def _check_range(source: SourceArrays, levels: U8, scales: U8, grid: Grid) -> None:
+    """Refuse nibbles (block-major pairs; a sign does not matter) whose value under its scale float32 cannot hold."""
+    mask = 7 if grid.has_zero else 1
+    by_block = np.stack([levels & mask, (levels >> 4) & mask], axis=-1).reshape(8, -1, 4).transpose(1, 0, 2)
+    check_range(source, by_block.reshape(*scales.shape, TILE_K), scales, grid)

@@ -120,7 +120,7 @@ def _quantize(
         magnitudes = nibble & 7
         code = nibble & 8
         packed = code.view(np.uint64)  # shifts eight at once; a sign never leaves its byte
-        packed >>= 3 - grid.sign_bit
+        packed <<= grid.sign_bit - 3
         if not grid.has_zero:
             zero = magnitudes == 0
             if no_scale is not None:

@@ -104,11 +104,12 @@ def fp4_blocks(blocks: F64) -> tuple[U8, U8]:
     """Quantize blocks [..., 32] to e2m1.
 
     Returns:
-        nibbles uint8 [..., 32] (sign in bit 3; every value keeps its sign bit, zeros too) and scale bytes uint8 [...].
+        codes uint8 [..., 32] (bits 2..0 the magnitude's e2m1 code, bit 6 the sign, which zeros keep too) and scale
+        bytes uint8 [...].
     """
     exponents = fp4_exponents(blocks)
     codes = _magnitude_codes(_scaled(blocks, exponents))
-    return codes | (np.signbit(blocks).astype(np.uint8) << 3), (exponents + 127).astype(np.uint8)
+    return codes | (np.signbit(blocks).astype(np.uint8) << 6), (exponents + 127).astype(np.uint8)
 
 
 def w2_blocks(blocks: F64, alternate_zeros: bool) -> tuple[U8, U8]:
@@ -119,7 +120,7 @@ def w2_blocks(blocks: F64, alternate_zeros: bool) -> tuple[U8, U8]:
         alternate_zeros: exact zeros become +1 at even and -1 at odd k; else they follow their sign bit.
 
     Returns:
-        codes uint8 [..., 32] (bit 1 the sign, bit 0 set for level 4) and scale bytes uint8 [...].
+        codes uint8 [..., 32] (bit 4 the sign, bit 0 set for level 4) and scale bytes uint8 [...].
     """
     exponents = w2_exponents(blocks)
     big = _magnitude_codes(_scaled(blocks, exponents)) >= BIG_CODE
@@ -127,7 +128,7 @@ def w2_blocks(blocks: F64, alternate_zeros: bool) -> tuple[U8, U8]:
     if alternate_zeros:
         odd = (np.arange(BLOCK) & 1).astype(np.bool_)
         negative = np.where(blocks == 0.0, odd, negative)
-    return (negative.astype(np.uint8) << 1) | big, (exponents + 127).astype(np.uint8)
+    return (negative.astype(np.uint8) << 4) | big, (exponents + 127).astype(np.uint8)
 
 
 def zeros_alternate(positive: int, negative: int) -> bool:

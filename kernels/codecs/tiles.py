@@ -50,27 +50,41 @@ def block_major(values: U8, run_type: npt.DTypeLike) -> U8:
     return out.view(values.dtype)
 
 
-def _combine(codes: U8, rows: int, grid: Grid) -> tuple[U8, ...]:
-    """The bytes of lane words, for each word uint8 [4 t, rows/16, 8 g * X], of block-major codes [8, rows * X].
-
-    Works on eight codes at once: none reaches into the next byte.
-    """
+def _registers(codes: U8, rows: int) -> tuple[U8, U8]:
+    """Block-major [8, rows * X] as the registers of lane words: 0 and 2, 1 and 3, each uint64 [2, 4 t, rows/16, X]."""
     parts = codes.view(np.uint64).reshape(2, 4, rows // TILE_ROWS, 2, -1)
-    low, high = parts[0, :, :, 0], parts[0, :, :, 1]
-    low_16, high_16 = parts[1, :, :, 0], parts[1, :, :, 1]  # k + 16
-    if grid.words == 2:
-        words = []
-        for first, second in ((low, high), (low_16, high_16)):
-            out = second << 4
-            out |= first
-            words.append(out.view(np.uint8))
-        return tuple(words)
-    out = high << 2
-    for part in (low, low_16, high_16):
-        out |= part
-        if part is not high_16:
-            out <<= 2
-    return (out.view(np.uint8),)
+    return parts[:, :, :, 0], parts[:, :, :, 1]
+
+
+def _each_byte(bits: int) -> np.uint64:
+    return np.uint64(bits * 0x0101010101010101)
+
+
+def _masked_shift(values: U8, left: int, mask: int) -> U8:
+    """Every byte shifted to the left (or, if negative, to the right); the mask stops what came from the next byte."""
+    shifted: U8 = values << np.uint64(left) if left >= 0 else values >> np.uint64(-left)
+    shifted &= _each_byte(mask)
+    return shifted
+
+
+def _one_bit_each(even: U8, odd: U8) -> U8:
+    """Registers 0 to 3 at bits 3 to 0 above where each is; for fields of one bit that leave the next three free."""
+    both = even << 1
+    both |= odd
+    out: U8 = both[:1] << 2
+    out |= both[1:]
+    return out
+
+
+def _combine(codes: U8, rows: int, grid: Grid) -> U8:
+    """The bytes of lane words, as uint64 [words, 4 t, rows/16, X], of block-major codes [8, rows * X]."""
+    even, odd = _registers(codes, rows)
+    if grid.words == 1:
+        return _one_bit_each(even, odd)
+    out: U8 = even << 1
+    out |= _masked_shift(odd, 4, 0x70)
+    out |= _masked_shift(odd, -grid.sign_bit, 0x01)
+    return out
 
 
 def lane_words(codes: U8, rows: int, grid: Grid) -> U32:
@@ -83,24 +97,64 @@ def lane_words(codes: U8, rows: int, grid: Grid) -> U32:
     Returns:
         [rows/16, 8, 4, K/32], uint32 or, where a lane has two words, uint64; contiguous along the last axis.
     """
-    words = [b.view(np.uint32).reshape(4, rows // TILE_ROWS, 8, -1) for b in _combine(codes, rows, grid)]
-    return _by_tile(words)
+    return _by_tile(_combine(codes, rows, grid))
 
 
 def lane_words_from_pairs(even: U8, odd: U8, rows: int, grid: Grid) -> U32:
     """Lane words of codes kept apart by the parity of k: each block-major [8, rows * K/32 * 2]."""
-    words = []
-    for first, second in zip(_combine(even, rows, grid), _combine(odd, rows, grid), strict=True):
-        both = second.astype(np.uint16)
-        both <<= 8
-        both |= first
-        words.append(both.view(np.uint32).reshape(4, rows // TILE_ROWS, 8, -1))
-    return _by_tile(words)
+    return _by_tile(_by_parity(_combine(even, rows, grid), _combine(odd, rows, grid)))
 
 
-def _by_tile(words: list[U32]) -> U32:
+def level_words_from_nibbles(signs: U8, levels: U8, rows: int) -> U32:
+    """Lane words of 2-bit codes, from bytes with one bit for the even k (bit 0) and one for the odd (bit 4).
+
+    Args:
+        signs, levels: block-major [8, rows * K/32 * 2].
+    """
+    upper, lower = (_one_bit_each(*_registers(bits, rows)) for bits in (signs, levels))
+    return _by_tile(_from_nibbles(upper, lower))
+
+
+def e2m1_words_from_nibbles(pairs: U8, rows: int) -> U32:
+    """Lane words of e2m1 codes, from bytes with the even k in the low and the odd in the high nibble.
+
+    Args:
+        pairs: block-major [8, rows * K/32 * 2].
+    """
+    even, odd = _registers(pairs, rows)
+    upper: U8 = even & _each_byte(0x88)
+    upper |= odd & _each_byte(0x77)
+    rest = even ^ odd
+    rest ^= upper  # the even registers' magnitudes under the odd ones' signs
+    lower = _masked_shift(rest, 1, 0xEE)
+    lower |= _masked_shift(rest, -3, 0x11)
+    return _by_tile(_from_nibbles(upper, lower))
+
+
+def _from_nibbles(upper: U8, lower: U8) -> U8:
+    """Lane words' bytes from their nibbles, which come with those of the even k below those of the odd k."""
+    even = _masked_shift(upper, 4, 0xF0)
+    even |= lower & _each_byte(0x0F)
+    odd = upper & _each_byte(0xF0)
+    odd |= _masked_shift(lower, -4, 0x0F)
+    return _by_parity(even, odd)
+
+
+def _by_parity(even: U8, odd: U8) -> U8:
+    """Bytes of even and of odd k side by side: uint16 [words, 4 t, rows/16, X] of what _combine returns."""
+    both: U8 = odd.view(np.uint8).astype(np.uint16)
+    both <<= 8
+    both |= even.view(np.uint8)
+    return both
+
+
+def _by_tile(bytes_: U8) -> U32:
+    """Lane words from their bytes [words, 4 t, rows/16, 8 g and the rest]."""
+    words: U32 = bytes_.view(np.uint32).reshape(*bytes_.shape[:3], 8, -1)
     if len(words) == 1:
-        return words[0].transpose(1, 2, 0, 3)
-    both = np.empty((*words[0].shape, 2), np.uint32)
+        one: U32 = words[0]
+        return one.transpose(1, 2, 0, 3)
+    both = np.empty((*words.shape[1:], 2), np.uint32)
     both[..., 0], both[..., 1] = words
-    return both.view(np.uint64)[..., 0].transpose(1, 2, 0, 3)
+    joined: U32 = both.view(np.uint64)[..., 0]
+    return joined.transpose(1, 2, 0, 3)

@@ -12,7 +12,7 @@ class W2Codec(TiledCodec):
     """Rows of signed levels 1 and 4; exact zeros follow zero mode "auto" except those of MXFP4 sources."""
 
     name = "w2"
-    version = "e2m1-half-even-exact-1/w2box-1"
+    version = "e2m1-half-even-exact-1/w2e5-1"
     grid = W2_GRID
 
     def quantizer(self, source: SourceArrays) -> Quantizer:

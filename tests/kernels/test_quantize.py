@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support import scalar_codec as scalar
 from support.weights import awkward_values
 from ziggurat.kernels.codecs import quantize
-from ziggurat.kernels.codecs.grid import FP4_GRID, W2_GRID
-from ziggurat.kernels.formats import E8M0_VALUES
+from ziggurat.kernels.codecs.grid import FP4_GRID, W2_GRID, Grid
+from ziggurat.kernels.formats import E8M0_VALUES, U8
 
 F64 = npt.NDArray[np.float64]
 EXPONENTS = st.one_of(
@@ -57,22 +57,36 @@ def exactly(block: F64) -> list[scalar.Weight]:
     return [(Fraction(abs(v)), bool(np.signbit(v))) for v in block.tolist()]
 
 
-def dequantized(codes: npt.NDArray[np.uint8], bytes_: npt.NDArray[np.uint8], values: F64) -> F64:
-    result: F64 = values[codes] * E8M0_VALUES[bytes_][..., None]
+def dequantized(codes: U8, bytes_: U8, grid: Grid) -> F64:
+    result: F64 = grid.values(codes) * E8M0_VALUES[bytes_][..., None]
     return result
+
+
+def fp4_blocks(blocks: F64) -> tuple[U8, U8]:
+    """With nibbles for codes, whose sign is next to the magnitude."""
+    codes, bytes_ = quantize.fp4_blocks(blocks)
+    assert not (codes & 0xB8).any()
+    return codes >> 3 | codes & 7, bytes_
+
+
+def w2_blocks(blocks: F64, alternate: bool) -> tuple[U8, U8]:
+    """With two-bit codes."""
+    codes, bytes_ = quantize.w2_blocks(blocks, alternate)
+    assert not (codes & 0xEE).any()
+    return codes >> 3 | codes & 1, bytes_
 
 
 @settings(max_examples=300, deadline=None)
 @given(blocks())
 def test_fp4_block_is_the_scalar_one(block: F64) -> None:
-    nibbles, byte = quantize.fp4_blocks(block[None])
+    nibbles, byte = fp4_blocks(block[None])
     assert (nibbles[0].tolist(), int(byte[0])) == scalar.fp4_block(exactly(block))
 
 
 @settings(max_examples=300, deadline=None)
 @given(blocks(), st.booleans())
 def test_w2_block_is_the_scalar_one(block: F64, alternate: bool) -> None:
-    codes, byte = quantize.w2_blocks(block[None], alternate)
+    codes, byte = w2_blocks(block[None], alternate)
     levels, expected = scalar.w2_block(exactly(block), alternate)
     assert (codes[0].tolist(), int(byte[0])) == ([scalar.W2_CODES[level] for level in levels], expected)
 
@@ -82,8 +96,8 @@ def test_every_bf16_alone_in_its_block() -> None:
     bits = [b for b in range(65536) if b & 0x7F80 != 0x7F80]
     values = np.zeros((len(bits), 32))
     values[:, 0] = [bf16_value(b) for b in bits]
-    nibbles, bytes_ = quantize.fp4_blocks(values)
-    codes, w2_bytes = quantize.w2_blocks(values, False)
+    nibbles, bytes_ = fp4_blocks(values)
+    codes, w2_bytes = w2_blocks(values, False)
     assert not nibbles[:, 1:].any()
     for i, pattern in enumerate(bits):
         if pattern & 0x8000:  # the same magnitudes again
@@ -105,8 +119,8 @@ def test_every_bf16_under_scale_one() -> None:
     bits = [b for b in range(65536) if abs(bf16_value(b)) <= 6 and b & 0x7F80 != 0x7F80]
     values = np.full((len(bits), 32), 6.0)
     values[:, 1] = [bf16_value(b) for b in bits]
-    nibbles, bytes_ = quantize.fp4_blocks(values)
-    codes, w2_bytes = quantize.w2_blocks(values, False)
+    nibbles, bytes_ = fp4_blocks(values)
+    codes, w2_bytes = w2_blocks(values, False)
     assert (bytes_ == 127).all()
     assert (w2_bytes == 127).all()
     for i, pattern in enumerate(bits):
@@ -120,16 +134,16 @@ def test_every_bf16_under_scale_one() -> None:
 @settings(max_examples=200, deadline=None)
 @given(blocks())
 def test_fp4_is_idempotent(block: F64) -> None:
-    once = dequantized(*quantize.fp4_blocks(block[None]), FP4_GRID.values)
-    again = dequantized(*quantize.fp4_blocks(once), FP4_GRID.values)
+    once = dequantized(*quantize.fp4_blocks(block[None]), FP4_GRID)
+    again = dequantized(*quantize.fp4_blocks(once), FP4_GRID)
     assert once.tobytes() == again.tobytes()
 
 
 @settings(max_examples=200, deadline=None)
 @given(blocks(), st.booleans())
 def test_w2_is_idempotent(block: F64, alternate: bool) -> None:
-    once = dequantized(*quantize.w2_blocks(block[None], alternate), W2_GRID.values)
-    again = dequantized(*quantize.w2_blocks(once, alternate), W2_GRID.values)
+    once = dequantized(*quantize.w2_blocks(block[None], alternate), W2_GRID)
+    again = dequantized(*quantize.w2_blocks(once, alternate), W2_GRID)
     assert once.tobytes() == again.tobytes()
 
 
@@ -138,7 +152,7 @@ def test_w2_is_idempotent(block: F64, alternate: bool) -> None:
 def test_an_mxfp4_block_keeps_its_values(nibbles: list[int], byte: int) -> None:
     """Upcast and packed to fp4 again, at every scale down to 2^-127."""
     values = np.array([scalar.as_float(scalar.e2m1(n)) for n in nibbles]) * 2.0 ** (byte - 127)
-    back = dequantized(*quantize.fp4_blocks(values[None]), FP4_GRID.values)[0]
+    back = dequantized(*quantize.fp4_blocks(values[None]), FP4_GRID)[0]
     assert back.tobytes() == values.tobytes()
 
 
@@ -146,7 +160,7 @@ def test_an_mxfp4_block_keeps_its_values(nibbles: list[int], byte: int) -> None:
 @given(st.lists(st.sampled_from([1, 4, -1, -4]), min_size=32, max_size=32), st.integers(0, 252))
 def test_a_w2_block_keeps_its_values(levels: list[int], byte: int) -> None:
     values = np.array(levels) * 2.0 ** (byte - 127)
-    back = dequantized(*quantize.w2_blocks(values[None], False), W2_GRID.values)[0]
+    back = dequantized(*quantize.w2_blocks(values[None], False), W2_GRID)[0]
     assert back.tobytes() == values.tobytes()
 
 
@@ -154,8 +168,8 @@ def test_a_w2_block_keeps_its_values(levels: list[int], byte: int) -> None:
 @given(blocks())
 def test_w2_negates_with_its_input(block: F64) -> None:
     block = np.where(block == 0.0, 1.0, block)
-    plus = dequantized(*quantize.w2_blocks(block[None], False), W2_GRID.values)
-    minus = dequantized(*quantize.w2_blocks(-block[None], False), W2_GRID.values)
+    plus = dequantized(*quantize.w2_blocks(block[None], False), W2_GRID)
+    minus = dequantized(*quantize.w2_blocks(-block[None], False), W2_GRID)
     assert (plus == -minus).all()
 
 
@@ -166,7 +180,7 @@ def test_w2_has_no_sign_bias_on_symmetric_input() -> None:
         # Zeros that alternate balance among themselves, not with those of another block.
         given = np.where(values == 0.0, 1.0, values) if alternate else values
         given[given.shape[0] // 2 :] = -given[: given.shape[0] // 2]
-        assert dequantized(*quantize.w2_blocks(given, alternate), W2_GRID.values).sum() == 0.0
+        assert dequantized(*quantize.w2_blocks(given, alternate), W2_GRID).sum() == 0.0
 
 
 @pytest.mark.parametrize(
@@ -191,8 +205,8 @@ def test_zero_mode_alternates_below_five_percent(positive: int, negative: int, a
 def test_alternating_zeros_balance() -> None:
     codes, byte = quantize.w2_blocks(np.zeros((4, 32)), True)
     assert (byte == 0).all()
-    assert dequantized(codes, byte, W2_GRID.values).sum() == 0.0
-    assert codes[0, :4].tolist() == [0, 2, 0, 2]
+    assert dequantized(codes, byte, W2_GRID).sum() == 0.0
+    assert codes[0, :4].tolist() == [0, 16, 0, 16]
 
 
 def test_rule_exponent_is_the_rounded_logarithm() -> None:

@@ -166,16 +166,27 @@ def lane_word_offset(n: int, k: int, K: int, words: int) -> int:
     )
 
 
-def w2_place(n: int, k: int, K: int) -> tuple[int, int]:
-    """Byte offset and lowest bit of the 2-bit code of (n, k)."""
+def w2_place(n: int, k: int, K: int) -> tuple[int, list[int]]:
+    """Byte offset of (n, k), and the bits of that byte that hold its code, lowest first: level 4, sign."""
     _, register, byte = fragment(n % 16, k % 32)
-    return lane_word_offset(n, k, K, 1) + byte, {0: 4, 1: 6, 2: 2, 3: 0}[register]
+    return lane_word_offset(n, k, K, 1) + byte, [3 - register, 7 - register]
 
 
-def fp4_place(n: int, k: int, K: int) -> tuple[int, int]:
-    """Byte offset and lowest bit of the nibble of (n, k)."""
+def fp4_place(n: int, k: int, K: int) -> tuple[int, list[int]]:
+    """Byte offset of (n, k), and the bits of that byte that hold its nibble, lowest first: m, e0, e1, sign."""
     _, register, byte = fragment(n % 16, k % 32)
-    return lane_word_offset(n, k, K, 2) + 4 * (register // 2) + byte, 4 * (register % 2)
+    bits = [1, 2, 3, 7] if register % 2 == 0 else [4, 5, 6, 0]
+    return lane_word_offset(n, k, K, 2) + 4 * (register // 2) + byte, bits
+
+
+def put(byte: int, bits: Sequence[int], code: int) -> int:
+    """The byte with a code in some of its bits, which were zero."""
+    return byte | sum(((code >> i) & 1) << bit for i, bit in enumerate(bits))
+
+
+def get(byte: int, bits: Sequence[int]) -> int:
+    """The code in some bits of a byte."""
+    return sum(((byte >> bit) & 1) << i for i, bit in enumerate(bits))
 
 
 def scale_place(n: int, k_block: int, K: int) -> int:
@@ -195,12 +206,12 @@ def write_matrix(
 ) -> tuple[bytearray, bytearray]:
     """Code plane and scale plane of one matrix; ``codes`` are 2-bit codes or nibbles [N][K]."""
     N, K = len(codes), len(codes[0])
-    place, bits = (w2_place, 2) if codec == "w2" else (fp4_place, 4)
-    plane, scale_plane = bytearray(N * K * bits // 8), bytearray(N * K // 32)
+    place, width = (w2_place, 2) if codec == "w2" else (fp4_place, 4)
+    plane, scale_plane = bytearray(N * K * width // 8), bytearray(N * K // 32)
     for n in range(N):
         for k in range(K):
-            offset, shift = place(n, k, K)
-            plane[offset] |= codes[n][k] << shift
+            offset, bits = place(n, k, K)
+            plane[offset] = put(plane[offset], bits, codes[n][k])
         for block in range(K // 32):
             scale_plane[scale_place(n, block, K)] = scales[n][block]
     return plane, scale_plane
