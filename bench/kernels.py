@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import math
 import sys
 import time
@@ -137,9 +136,17 @@ def _ours(
     shape: MoeShape, codec: str, tokens: int, pool: torch.Tensor, slots: torch.Tensor
 ) -> tuple[Layer, ...]:
     """Our kernels over each layer of the slot table, with the counts that a decode step takes."""
+    from ziggurat.kernels.cuda.layer import CudaLayerKernels
+
     device = pool.device
-    kernels = importlib.import_module("ziggurat.kernels.cuda.layer").CudaLayerKernels(
-        get_codec(codec).name, ExpertGeometry(shape.hidden, shape.intermediate), shape.experts, shape.top_k
+    kernels = CudaLayerKernels(
+        codec,
+        ExpertGeometry(shape.hidden, shape.intermediate),
+        shape.experts,
+        shape.top_k,
+        dtype=torch.bfloat16,
+        device=device,
+        max_tokens=tokens,
     )
     counts = torch.zeros(shape.experts, 2, dtype=torch.int32, device=device)
     tally = torch.zeros(2, dtype=torch.int32, device=device)
@@ -151,7 +158,7 @@ def _ours(
             count = x.shape[0]
             if count not in live:
                 live[count] = torch.tensor([count], dtype=torch.int32, device=device)
-            result: torch.Tensor = kernels.run(
+            return kernels.run(
                 x,
                 weights,
                 ids,
@@ -162,7 +169,6 @@ def _ours(
                 counts=counts,
                 tally=tally,
             )
-            return result
 
         return run
 

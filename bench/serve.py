@@ -169,11 +169,11 @@ class Bench:
             "tiers_gave_the_same_tokens": all(one == tiers[0] for one in tiers) if len(tiers) > 1 else None,
         }
 
-    def save_logs(self, folder: Path) -> None:
-        """The end of every server's log."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in self._logs.items():
-            (folder / f"serve-{name}.log").write_text(text, encoding="utf-8")
+    def save_logs(self, path: Path) -> None:
+        """The end of every server's log, in one file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "\n".join(f"==== {name}\n{log}" for name, log in self._logs.items())
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 def _ratios(mine: dict[str, list[float]], stock: dict[str, list[float]]) -> dict[str, float]:
@@ -229,7 +229,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--sequential", action="store_true", help="one server at a time instead of all at once"
     )
-    parser.add_argument("--logs", type=Path, default=None, help="folder for the ends of the servers' logs")
+    parser.add_argument("--logs", type=Path, default=None, help="file for the ends of the servers' logs")
     parser.add_argument("--results", type=Path, default=None, help="folder; default: one named after the GPU")
     parser.add_argument("--commit", default=None, help="what to record where there is no git history")
     return parser.parse_args(arguments)
