@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from bench.serve_setups import SETUPS, commands, environment  # noqa: E402
 from bench.served import Server, ServerError, free_port  # noqa: E402
 from bench.serving_load import Load, prompts_from, run_load  # noqa: E402
 from bench.synthetic import write_bf16_copy  # noqa: E402
+from ziggurat.stores.checkpoint import Checkpoint  # noqa: E402
 
 MODEL = ROOT / "bench" / "models" / "demo-moe-fp8"
 HELDOUT = ROOT / "bench" / "models" / "heldout.txt.xz"
@@ -73,10 +73,10 @@ class Bench:
         self._rounds = options.rounds
         self._prompts = prompts_from(HELDOUT, max(load.streams for load in loads))
         self._tokens: dict[str, list[int]] = {}
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        self._layers = int(config["num_hidden_layers"])
-        sizes = (config["num_experts"], config["hidden_size"], config["moe_intermediate_size"])
-        self._expert_bytes = 2 * 3 * self._layers * int(sizes[0]) * int(sizes[1]) * int(sizes[2])
+        with Checkpoint.open(model) as checkpoint:
+            self._layers = len(checkpoint.layer_ids)
+            weights = 3 * checkpoint.experts * checkpoint.hidden * checkpoint.intermediate
+            self._expert_bytes = 2 * self._layers * weights
 
     def run(self, names: Sequence[str]) -> None:
         """One group of servers, up at the same time."""

@@ -22,6 +22,7 @@ from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.factory import open_service
 from ziggurat.residency.geometry import ServiceGeometry
+from ziggurat.residency.placement import Placement
 from ziggurat.residency.service import ExpertService, StepTokens
 
 _MIB = 1 << 20
@@ -29,12 +30,21 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """slots: rows of the pool. places: rows of the host arena. device: `cpu` or `cuda:N`. miss: that section."""
+    """slots: rows of the pool. places: rows of the host arena. tokens: of the largest step. miss: that section.
+
+    kernels: run layers behind kernels and static tensors also on the CPU, as a GPU always does.
+    """
 
     slots: int
     places: int
-    device: str
+    device: torch.device
+    tokens: int
     miss: dict[str, Any] = field(default_factory=dict)
+    kernels: bool = True
+
+    @property
+    def place(self) -> Placement:
+        return Placement(self.device, torch.bfloat16, self.tokens, self.kernels)
 
     def config(self, folder: Path, codec: str) -> TiersConfig:
         return TiersConfig.from_mapping(
@@ -42,7 +52,7 @@ class Tiers:
                 "tiers": {
                     "disk": {"path": str(folder)},
                     "host": {"size": f"{self.places} rows"},
-                    "device": {"size": f"{self.slots} rows", "device": self.device},
+                    "device": {"size": f"{self.slots} rows", "device": str(self.device)},
                 },
                 "codecs": {"base": codec},
                 "miss": self.miss,
@@ -103,7 +113,8 @@ def service_over(pack: MemoryPack, shape: MoeShape, tiers: Tiers, **options: Any
     )
     with tempfile.TemporaryDirectory(prefix="ziggurat-harness-") as name:
         config = tiers.config(Path(name), pack.header.codec)
-        service = open_service(config, geometry, pack, get_codec(pack.header.codec), **options)
+        codec = get_codec(pack.header.codec)
+        service = open_service(config, geometry, pack, codec, place=tiers.place, **options)
         try:
             yield service
         finally:

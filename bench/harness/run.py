@@ -74,10 +74,9 @@ def measure(
     for percent in sorted(options.coverage, reverse=True):
         slots = max(1, round(shape.rows * percent / 100))
         places = _READERS + (shape.rows if slots < shape.rows else 0)
-        miss: dict[str, Any] = {} if graph else {"mode": "replay"}
-        if options.miss:
-            miss = {"mode": options.miss}
-        with service_over(pack, shape, Tiers(slots, places, options.device, miss)) as service:
+        miss = {"mode": options.miss} if options.miss else {}
+        tiers = Tiers(slots, places, device, routing.tokens, miss)
+        with service_over(pack, shape, tiers) as service:
             run = run_steps(service, stack, routing, warm=options.warm, graph=graph)
         reference = reference or run
         lines.append(

@@ -32,19 +32,29 @@ def tiny_routing(steps: int = 12, tokens: int = 2) -> Routing:
     return synthetic(steps, SHAPE.layers, SHAPE.experts, SHAPE.top_k, tokens, zipf=0.8, drift=0.3)
 
 
-def steps_at(slots: int, routing: Routing, miss: dict[str, Any], codec: str = "w2", **options: Any) -> Run:
+def steps_at(
+    slots: int,
+    routing: Routing,
+    miss: dict[str, Any],
+    codec: str = "w2",
+    *,
+    kernels: bool = True,
+    **options: Any,
+) -> Run:
     pack = MemoryPack(SHAPE, codec, distinct=11)
     stack = Stack(routing, SHAPE.hidden, CPU)
-    with service_over(pack, SHAPE, Tiers(slots, 8 + SHAPE.rows, "cpu", miss), **options) as service:
+    tiers = Tiers(slots, 8 + SHAPE.rows, CPU, routing.tokens, miss, kernels)
+    with service_over(pack, SHAPE, tiers, **options) as service:
         return run_steps(service, stack, routing, warm=4, graph=False)
 
 
 @pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("miss", [REPLAY, {"mode": "inline"}])
-def test_a_small_pool_gives_the_bits_of_a_full_one(codec: str, miss: dict[str, Any]) -> None:
+def test_a_small_pool_gives_the_bits_of_a_full_one(codec: str, miss: dict[str, Any], kernels: bool) -> None:
     routing = tiny_routing()
-    full = steps_at(SHAPE.rows, routing, miss, codec)
-    small = steps_at(8, routing, miss, codec)
+    full = steps_at(SHAPE.rows, routing, miss, codec, kernels=kernels)
+    small = steps_at(8, routing, miss, codec, kernels=kernels)
     assert full.outcomes == {"clean": 8}
     assert sum(small.misses) > 0
     assert small.same_bits(full)
