@@ -11,10 +11,14 @@ import numpy as np
 from ziggurat.allocators.cuda_driver import CudaDriver, cuda_driver
 from ziggurat.allocators.errors import CudaError
 
-__all__ = ["BatchedCopies", "RowMover", "SingleCopies", "merge"]
+__all__ = ["GATHER_BELOW", "BatchedCopies", "RowMover", "ShiftedSource", "SingleCopies", "merge"]
 
 logger = logging.getLogger(__name__)
 _INVALID_VALUE = 1
+
+# Rows of fewer bytes travel faster by a kernel that loads them over the link, others by the copy engine in one batch.
+# `crossover.gather_below_bytes` in bench/results/h200/transfers.json (bench/transfers.py) is the measurement.
+GATHER_BELOW = 1 << 20
 
 
 class RowMover(Protocol):
@@ -85,3 +89,13 @@ class BatchedCopies:
                 self._merge = False
         to, start, size = (np.array(one, dtype=np.uint64) for one in (dst, src, nbytes))
         self._driver.copy_batch(to, start, size, stream, overlap=self._overlap)
+
+
+class ShiftedSource:
+    """For a mover that reads rows as the device does: the arena's addresses there, `shift` above the host's."""
+
+    def __init__(self, mover: RowMover, shift: int) -> None:
+        self._mover, self._shift = mover, shift
+
+    def move(self, dst: Sequence[int], src: Sequence[int], nbytes: Sequence[int], stream: int) -> None:
+        self._mover.move(dst, [one + self._shift for one in src], nbytes, stream)

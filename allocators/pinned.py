@@ -96,16 +96,19 @@ class PinnedArena:
         stop, guard = threading.Event(), threading.Lock()
 
         def prepare(start: int, count: int) -> tuple[int, int, int | None]:
-            if stop.is_set():
-                return start, 0, None
-            populate(_WHAT, address + start, count)
-            if stop.is_set():
-                return start, 0, None
             try:
+                if not stop.is_set():
+                    populate(_WHAT, address + start, count)
+                if stop.is_set():
+                    return start, 0, None  # another chunk has failed; its error is the one that counts
                 view = locker.lock(address + start, count)
             except LockRefusedError as error:
+                stop.set()
                 done = sum(size for _, size in self._locked)
                 raise PageLockError(_WHAT, count, done, error.reason, error.advice) from error
+            except BaseException:
+                stop.set()
+                raise
             with guard:
                 self._locked.append((address + start, count))
             return start, count, view

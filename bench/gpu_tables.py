@@ -46,6 +46,32 @@ def _us(value: float) -> str:
     return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
+def transfers(result: Mapping[str, Any], markdown: Markdown) -> str:
+    """One row for each row size and number of rows; movers side by side."""
+    measured = result["transfers"]
+    movers = list(dict.fromkeys(run["mover"] for run in measured["runs"]))
+    found: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
+    for run in measured["runs"]:
+        found.setdefault((run["row_bytes"], run["rows"]), {})[run["mover"]] = run
+    rows = [
+        [
+            f"{count} x {row_bytes / 1024:.0f} KiB",
+            *(
+                f"{runs[mover]['gb_per_s']:.1f} ({runs[mover]['ratio']:.2f})" if mover in runs else ""
+                for mover in movers
+            ),
+            *(f"{runs[mover]['steady_ratio']:.2f}" if mover in runs else "" for mover in movers),
+        ]
+        for (row_bytes, count), runs in found.items()
+    ]
+    header = ["rows", *(f"{mover}, GB/s" for mover in movers), *(f"{mover}, steady" for mover in movers)]
+    note = (
+        f"In brackets the share of the pinned link's peak of the same minute, {measured['peak_gb_per_s']} GB/s in the "
+        "median: one call on an idle stream, the host's work for it included; steady: calls back to back."
+    )
+    return f"{markdown(header, rows)}\n{note}\n\n{origin(result)}\n"
+
+
 def harness(result: Mapping[str, Any], markdown: Markdown) -> str:
     """One row for each run and coverage."""
     rows: list[list[str]] = []

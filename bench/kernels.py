@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         print("kernels: there is no CUDA device", file=sys.stderr)
         return 1
-    origin = provenance(["bench/kernels.py", *arguments], options.commit)
+    origin = provenance(["bench/kernels.py", *arguments], at=options.commit)
     device = torch.device("cuda", 0)
     deadline = time.monotonic() + options.seconds
     rates = measured_rates(device)

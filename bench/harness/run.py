@@ -34,7 +34,7 @@ _MIB = 1 << 20
 
 def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
-    origin = provenance(["bench/harness/run.py", *arguments], options.commit)
+    origin = provenance(["bench/harness/run.py", *arguments], at=options.commit)
     device = torch.device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

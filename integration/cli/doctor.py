@@ -18,9 +18,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from ziggurat.allocators.disk import DiskFacts
+from ziggurat.allocators.errors import NumaError
 from ziggurat.allocators.limits import HostLimits
-from ziggurat.allocators.topology import GpuSurvey, gpus, numa_nodes
+from ziggurat.allocators.memlock_trial import registration_counts
+from ziggurat.allocators.topology import Gpu, GpuSurvey, choose_node, gpus, numa_nodes, visible_gpus
 from ziggurat.integration.cli.options import ConfigOption
+from ziggurat.integration.device import resolve_device
 from ziggurat.integration.vllm.compat import check_version, vllm_version
 from ziggurat.integration.vllm.errors import UnsupportedVllmError
 from ziggurat.residency.config import CONFIG_VARIABLE, TiersConfig, find_config, load_config
@@ -33,6 +36,8 @@ Status = Literal["ok", "note", "fail"]
 _STYLES: dict[Status, str] = {"ok": "green", "note": "yellow", "fail": "bold red"}
 _NETWORK_FILESYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre"})
 _LITTLE_MEMORY = 2 << 30
+_OLDEST_CAPABILITY = (8, 0)  # of the kernels' images
+_OLDEST_DRIVER = 580  # the first of CUDA 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,8 @@ def examine(config_path: Path | None) -> Iterator[Finding]:
     yield from _gpus(survey)
     yield from _memory(limits)
     yield from _numa()
-    yield _locked_memory(limits, needed=bool(survey.gpus))
+    counts = registration_counts() if survey.gpus and limits.memlock is not None else None
+    yield _locked_memory(limits, needed=bool(survey.gpus), counts=counts)
     if config_path is None and not os.environ.get(CONFIG_VARIABLE):
         yield Finding(
             "configuration", "note", "none given", f"give -c FILE or set {CONFIG_VARIABLE} to check it too"
@@ -90,6 +96,7 @@ def examine(config_path: Path | None) -> Iterator[Finding]:
             yield Finding("configuration", "fail", problem, "see docs/configuration.md")
         return
     yield Finding("configuration", "ok", str(path))
+    yield from _device(config)
     yield from _model(config)
     yield from _pack_folder(config)
 
@@ -134,15 +141,57 @@ def _gpus(survey: GpuSurvey) -> Iterator[Finding]:
         yield Finding(
             "GPU", "note", f"none: {survey.reason}", "layers run on the CPU (tiers.device.device: cpu)"
         )
+        return
+    yield _driver(survey)
     for gpu in survey.gpus:
         node = "" if gpu.numa_node is None else f", NUMA node {gpu.numa_node}"
         capability = ".".join(str(part) for part in gpu.compute_capability)
-        yield Finding(
-            f"GPU {gpu.index}",
-            "ok",
+        value = (
             f"{gpu.name} (sm {capability}), {format_bytes(gpu.memory_free)} of {format_bytes(gpu.memory_total)} free"
-            f"{node}, driver {survey.driver}",
+            f"{node}, driver {survey.driver}"
         )
+        if gpu.compute_capability < _OLDEST_CAPABILITY:
+            advice = "kernels exist for sm 8.0 and newer: use another GPU or tiers.device.device: cpu"
+            yield Finding(f"GPU {gpu.index}", "note", value, advice)
+        else:
+            yield Finding(f"GPU {gpu.index}", "ok", value)
+        if gpu.numa_node is None and len(numa_nodes()) > 1:
+            advice = "set tiers.host.numa to the node it is attached to (nvidia-smi topo -m)"
+            yield Finding(f"GPU {gpu.index} NUMA node", "note", "the firmware does not say", advice)
+        yield _link(gpu)
+    try:
+        yield Finding("layers run on", "ok", resolve_device("auto"))
+    except ConfigError as error:
+        yield Finding("layers run on", "note", str(error))
+
+
+def _driver(survey: GpuSurvey) -> Finding:
+    number = (survey.driver or "").partition(".")[0]
+    if number.isdecimal() and int(number) < _OLDEST_DRIVER:
+        advice = f"kernels and copies need CUDA 13: install driver {_OLDEST_DRIVER} or newer"
+        return Finding("GPU driver", "note", str(survey.driver), advice)
+    return Finding("GPU driver", "ok", str(survey.driver))
+
+
+def _link(gpu: Gpu) -> Finding:
+    name, link = f"GPU {gpu.index} link", gpu.link
+    if link is None:
+        return Finding(
+            name, "note", "NVML does not say", "`ziggurat plan` is right all the same; measure the link"
+        )
+    value = (
+        f"PCIe {link.max_generation} x{link.width}"
+        + ("" if link.width == link.max_width else f" of x{link.max_width}")
+        + ("" if link.generation == link.max_generation else f", at generation {link.generation} now")
+    )
+    if link.width < link.max_width:
+        return Finding(
+            name,
+            "note",
+            value,
+            "rows come at the width of the link: look for a wider slot or a riser at fault",
+        )
+    return Finding(name, "ok", value)
 
 
 def _memory(limits: HostLimits) -> Iterator[Finding]:
@@ -152,6 +201,8 @@ def _memory(limits: HostLimits) -> Iterator[Finding]:
         )
     else:
         value = f"{format_bytes(limits.memory_available)} of {format_bytes(limits.memory_total)} available"
+        if limits.memory_may_grow:
+            value += " (this virtual machine's host may add memory as it is used: both may read low)"
         yield _enough("memory", value, limits.memory_available, "stop other programs or use a larger machine")
     if limits.cgroup is None:
         yield Finding("cgroup memory limit", "ok", "none")
@@ -179,7 +230,8 @@ def _numa() -> Iterator[Finding]:
         yield Finding(f"NUMA node {node.node}", "ok", f"{len(node.cpus)} CPUs, {memory}")
 
 
-def _locked_memory(limits: HostLimits, *, needed: bool) -> Finding:
+def _locked_memory(limits: HostLimits, *, needed: bool, counts: bool | None = None) -> Finding:
+    """needed: there is a GPU. counts: whether memory registered with CUDA counts against the limit, None: not known."""
     if limits.memlock is None:
         how = " (CAP_IPC_LOCK)" if limits.memlock_exempt and limits.memlock_soft is not None else ""
         return Finding("locked memory", "ok", f"no limit{how}")
@@ -188,11 +240,40 @@ def _locked_memory(limits: HostLimits, *, needed: bool) -> Finding:
     )
     if not needed:
         return Finding("locked memory", "ok", f"{value} (not needed: arenas are pageable without a GPU)")
+    if counts is False:
+        return Finding("locked memory", "ok", f"{value} (memory registered with CUDA does not count: tried)")
+    if counts:
+        value += " (memory registered with CUDA counts: tried)"
     advice = (
         "for pinned arenas raise it: ulimit -l unlimited, memlock in limits.conf, LimitMEMLOCK=infinity for a service,"
         " --ulimit memlock=-1 for a container; or set tiers.host.on_limit: pageable"
     )
     return Finding("locked memory", "note", value, advice)
+
+
+def _device(config: TiersConfig) -> Iterator[Finding]:
+    try:
+        device = resolve_device(config.tiers.device.device)
+        if device != "cpu":
+            choice = choose_node(config.tiers.host.numa, _node_of(device), numa_nodes())
+            where = "no NUMA node" if choice.node is None else f"NUMA node {choice.node}"
+            status: Status = "ok" if choice.note is None else "note"
+            yield Finding("arena", status, f"pinned, bound to {where}", choice.note or "")
+    except (ConfigError, NumaError) as error:
+        yield Finding(
+            "device",
+            "fail",
+            str(error),
+            "see tiers.device.device and tiers.host.numa in docs/configuration.md",
+        )
+        return
+    yield Finding("device", "ok", f"{config.tiers.device.device}: {device}" if device != config.tiers.device.device
+                  else device)  # fmt: skip
+
+
+def _node_of(device: str) -> int | None:
+    visible, number = visible_gpus(gpus()), int(device.removeprefix("cuda:"))
+    return visible[number].numa_node if number < len(visible) else None
 
 
 def _model(config: TiersConfig) -> Iterator[Finding]:

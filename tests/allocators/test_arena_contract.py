@@ -5,21 +5,43 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from ziggurat.allocators.arena import HostArena
+from support.cuda_fakes import FakeLocker
+from ziggurat.allocators.arena import HostArena, MakeArena
 from ziggurat.allocators.errors import ClosedError, GeometryError, PlaceError
+from ziggurat.allocators.lockers import MlockLocker
 from ziggurat.allocators.pageable import PageableArena
+from ziggurat.allocators.pinned import PinnedArena
+from ziggurat.allocators.topology import numa_nodes
+from ziggurat.allocators.wrappers import ArenaFaults, ArenaStats, ByteBudget, counting, faulty, limiting
 
-MakeArena = Callable[[int, int], HostArena]
+
+def mlocked(places: int, stride: int) -> HostArena:
+    """Bound to node 0 where there are nodes, locked by mlock, in chunks of one or two places."""
+    return PinnedArena(
+        places, stride, node=0 if numa_nodes() else None, locker=MlockLocker(), chunk_bytes=8192
+    )
+
+
+def wrapped(make: MakeArena) -> MakeArena:
+    """In a budget, statistics and faults that do nothing yet."""
+    return limiting(counting(faulty(make, ArenaFaults()), ArenaStats()), ByteBudget(1 << 50))
+
 
 ARENAS = [
     pytest.param(PageableArena, id="pageable"),
+    pytest.param(mlocked, id="pinned-mlock"),
+    pytest.param(lambda places, stride: PinnedArena(places, stride, locker=FakeLocker()), id="pinned-fake"),
+    pytest.param(wrapped(PageableArena), id="wrapped-pageable"),
+    pytest.param(wrapped(mlocked), id="wrapped-pinned"),
+    pytest.param(PinnedArena, id="pinned-cuda", marks=pytest.mark.gpu),
+    pytest.param(wrapped(PinnedArena), id="wrapped-cuda", marks=pytest.mark.gpu),
 ]
 
 
@@ -42,6 +64,11 @@ def test_geometry(arena: HostArena) -> None:
     assert arena.tensor.shape == (5, 8192)
     assert arena.tensor.dtype == torch.uint8
     assert arena.tensor.device.type == "cpu"
+
+
+def test_the_device_sees_locked_memory_where_it_is_and_other_memory_not_at_all(arena: HostArena) -> None:
+    assert arena.kind in ("pageable", "pinned")
+    assert arena.device_pointer is None or (arena.kind == "pinned" and arena.device_pointer % 4096 == 0)
 
 
 def test_views_are_writable_bytes_of_the_tensor(arena: HostArena) -> None:

@@ -175,6 +175,17 @@ def test_a_capability_lifts_the_locked_memory_limit(tmp_path: Path, mask: str, e
     assert limits.memlock == (None if exempt else limits.memlock_soft)
 
 
+def test_a_virtual_machine_whose_memory_may_grow(tmp_path: Path) -> None:
+    assert not HostLimits.read(tmp_path).memory_may_grow
+    put(
+        tmp_path,
+        {"sys/bus/virtio/drivers/virtio_balloon/bind": "", "sys/bus/virtio/drivers/virtio_mem/bind": ""},
+    )
+    assert not HostLimits.read(tmp_path).memory_may_grow
+    put(tmp_path, {"sys/bus/virtio/drivers/virtio_balloon/virtio3/device": ""})
+    assert HostLimits.read(tmp_path).memory_may_grow
+
+
 def test_this_machine() -> None:
     limits = HostLimits.read()
     assert limits.memory_total is not None

@@ -10,13 +10,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.cuda_fakes import FakeLane, FakeMover
+from ziggurat.allocators.cuda_pool import CudaPool
 from ziggurat.allocators.errors import ClosedError, GeometryError, PlaceError, RowError
+from ziggurat.allocators.movers import SingleCopies
 from ziggurat.allocators.pool import CpuPool, DevicePool
 
 MakePool = Callable[[int, int], DevicePool]
 
+
+def lazy_pool(slots: int, stride: int) -> CudaPool:
+    """A CudaPool in host memory whose copies are done when somebody waits for them, and no sooner."""
+    lane = FakeLane()
+    mover, plain = FakeMover(lane), FakeMover(lane, eager=True)
+    return CudaPool(
+        slots, stride, "cpu", mover=mover, plain=plain, lane=lane, is_pinned=lambda row: row.numel() % 2 == 0
+    )
+
+
 POOLS = [
     pytest.param(CpuPool, id="cpu"),
+    pytest.param(lazy_pool, id="lazy"),
+    pytest.param(CudaPool, id="cuda", marks=pytest.mark.gpu),
+    pytest.param(
+        lambda slots, stride: CudaPool(slots, stride, mover=SingleCopies()),
+        id="cuda-single",
+        marks=pytest.mark.gpu,
+    ),
 ]
 
 
@@ -51,6 +71,7 @@ def test_geometry(pool: DevicePool) -> None:
 def test_rows_arrive_in_their_slots_and_nowhere_else(pool: DevicePool) -> None:
     rows = random_rows(8192, 8192, 8192)
     pool.write([4, 0, 2], rows)
+    pool.ready()
     for slot, row in zip([4, 0, 2], rows, strict=True):
         assert torch.equal(pool.row(slot).cpu(), row)
         assert torch.equal(pool.tensor[slot].cpu(), row)
@@ -61,13 +82,27 @@ def test_rows_arrive_in_their_slots_and_nowhere_else(pool: DevicePool) -> None:
 def test_a_shorter_row_fills_the_start_of_its_slot_and_leaves_the_next_one(pool: DevicePool) -> None:
     (row,) = random_rows(5000)
     pool.write([2], [row])
+    pool.ready()
     assert torch.equal(pool.row(2)[:5000].cpu(), row)
     assert torch.equal(pool.row(3).cpu(), torch.full((8192,), 0xFF, dtype=torch.uint8))
+
+
+def test_what_is_queued_before_a_write_sees_the_old_row_and_after_ready_the_new_one(pool: DevicePool) -> None:
+    first, second = random_rows(8192, 8192)
+    pool.write([3], [first])
+    pool.ready()
+    before = pool.row(3).clone()
+    pool.write([3], [second])
+    pool.ready()
+    after = pool.row(3).clone()
+    assert torch.equal(before.cpu(), first)
+    assert torch.equal(after.cpu(), second)
 
 
 def test_a_row_is_a_view_and_the_address_stays(pool: DevicePool) -> None:
     before, row = pool.tensor.data_ptr(), pool.row(1)
     pool.write([1], random_rows(8192))
+    pool.ready()
     assert pool.tensor.data_ptr() == before
     assert row.data_ptr() == before + 8192
     assert torch.equal(row, pool.tensor[1])
@@ -76,15 +111,18 @@ def test_a_row_is_a_view_and_the_address_stays(pool: DevicePool) -> None:
 def test_rows_need_not_be_contiguous_and_writing_none_is_fine(pool: DevicePool) -> None:
     (wide,) = random_rows(16384)
     pool.write([0], [wide[::2]])
+    pool.ready()
     assert torch.equal(pool.row(0).cpu(), wide[::2])
     pool.write([], [])
 
 
-def test_a_row_is_copied_not_kept(pool: DevicePool) -> None:
+def test_once_drained_a_row_may_change(pool: DevicePool) -> None:
     (row,) = random_rows(8192)
     kept = row.clone()
     pool.write([0], [row])
+    pool.drain()
     row.zero_()
+    pool.ready()
     assert torch.equal(pool.row(0).cpu(), kept)
 
 
@@ -135,6 +173,7 @@ def test_a_closed_pool_says_so_and_its_rows_do_not_dangle(make: MakePool) -> Non
     pool = make(2, 4096)
     pool.write([1], [torch.full((4096,), 7, dtype=torch.uint8)])
     row = pool.row(1)
+    pool.ready()
     pool.close()
     pool.close()
     gc.collect()
@@ -157,6 +196,7 @@ def test_a_pool_is_what_was_written_last(factory: MakePool, writes: list[tuple[i
         pool.write([slot], [row])
         model[slot, :length] = row
         lengths[slot] = length
+    pool.ready()
     for slot, length in enumerate(lengths):
         assert torch.equal(pool.row(slot)[:length].cpu(), model[slot, :length])
     pool.close()

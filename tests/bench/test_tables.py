@@ -201,11 +201,34 @@ SERVE: dict[str, Any] = {
 }
 
 
+TRANSFERS: dict[str, Any] = {
+    "transfers": {
+        "peak_gb_per_s": 55.31,
+        "runs": [
+            {
+                "row_bytes": 65536,
+                "rows": 64,
+                "mover": mover,
+                "gb_per_s": speed,
+                "ratio": speed / 55.31,
+                "steady_gb_per_s": 50.0,
+                "steady_ratio": 0.9,
+            }
+            for mover, speed in (("batched", 30.9), ("gather", 46.4))
+        ],
+    },
+    **GPU_ORIGIN,
+}
+
+
 def test_gpu_tables(tmp_path: Path) -> None:
     (tmp_path / "h200").mkdir()
-    for name, content in (("kernels", KERNELS), ("harness", HARNESS), ("serve", SERVE)):
+    contents = {"kernels": KERNELS, "transfers": TRANSFERS, "harness": HARNESS, "serve": SERVE}
+    for name, content in contents.items():
         (tmp_path / "h200" / f"{name}.json").write_text(json.dumps(content))
-    rendered = tables.render("".join(marked(f"h200/{n}") for n in ("kernels", "harness", "serve")), tmp_path)
+    rendered = tables.render("".join(marked(f"h200/{name}") for name in contents), tmp_path)
+    assert set(contents) == set(tables.GPU_RENDERERS)
+    assert "| 64 x 64 KiB | 30.9 (0.56) | 46.4 (0.84) | 0.90 | 0.90 |" in rendered
     assert "| layer | ziggurat w2 | vLLM Marlin MXFP4 |" in rendered
     assert "| ds4, 1 token | 17.3 (0.60) | 90.0 (0.20) |" in rendered
     assert "| ds4, 8192 tokens | 2346 (0.50) |  |" in rendered

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner, Result
 
 from ziggurat.allocators.limits import CgroupLimit, HostLimits
-from ziggurat.allocators.topology import Gpu, GpuSurvey
+from ziggurat.allocators.topology import Gpu, GpuSurvey, NumaNode, PcieLink
 from ziggurat.integration.cli import doctor
 from ziggurat.integration.cli.doctor import Finding
 
@@ -144,6 +147,11 @@ def test_a_locked_memory_limit_matters_where_there_is_a_gpu() -> None:
     short = doctor._locked_memory(limits(memlock=8 << 20), needed=True)
     assert (short.status, short.value) == ("note", "8.00 MiB, hard 8.00 MiB")
     assert "LimitMEMLOCK=infinity" in short.advice
+    counted = doctor._locked_memory(limits(memlock=8 << 20), needed=True, counts=True)
+    assert (counted.status, counted.advice) == ("note", short.advice)
+    free = doctor._locked_memory(limits(memlock=8 << 20), needed=True, counts=False)
+    assert (free.status, free.advice) == ("ok", "")
+    assert "does not count: tried" in free.value
 
 
 def test_a_container_limit_is_shown_with_what_is_left() -> None:
@@ -155,7 +163,59 @@ def test_a_container_limit_is_shown_with_what_is_left() -> None:
     assert only(doctor._memory(limits(memlock=None, cgroup=roomy)), "cgroup memory limit").status == "ok"
 
 
-def test_gpus_are_listed_with_their_node() -> None:
-    gpu = Gpu(0, "NVIDIA H200", "GPU-1", "00000000:1b:00.0", 1, 140 << 30, 139 << 30, (9, 0))
-    one = only(doctor._gpus(GpuSurvey((gpu,), "570.1", None)), "GPU 0")
-    assert one.value == "NVIDIA H200 (sm 9.0), 139.00 GiB of 140.00 GiB free, NUMA node 1, driver 570.1"
+def gpu(**changes: Any) -> Gpu:
+    link = PcieLink(1, 16, 5, 16)  # an idle GPU lets its link slow down
+    one = Gpu(0, "NVIDIA H200", "GPU-1", "00000000:1b:00.0", 1, 140 << 30, 139 << 30, (9, 0), link)
+    return replace(one, **changes)
+
+
+def survey(one: Gpu, driver: str = "580.1") -> GpuSurvey:
+    return GpuSurvey((one,), driver, None)
+
+
+def test_gpus_are_listed_with_their_node_and_link() -> None:
+    found = {one.name: one for one in doctor._gpus(survey(gpu()))}
+    assert found["GPU 0"].value == (
+        "NVIDIA H200 (sm 9.0), 139.00 GiB of 140.00 GiB free, NUMA node 1, driver 580.1"
+    )
+    assert found["GPU 0 link"].value == "PCIe 5 x16, at generation 1 now"
+    assert found["GPU driver"].value == "580.1"
+    assert {one.status for one in found.values()} == {"ok"}
+
+
+def test_what_is_worth_knowing_of_a_gpu_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = only(doctor._gpus(survey(gpu(link=PcieLink(4, 8, 4, 16)))), "GPU 0 link")
+    assert (narrow.status, narrow.value) == ("note", "PCIe 4 x8 of x16")
+    assert only(doctor._gpus(survey(gpu(link=None))), "GPU 0 link").status == "note"
+    old = only(doctor._gpus(survey(gpu(compute_capability=(7, 5)))), "GPU 0")
+    assert (old.status, "sm 8.0" in old.advice) == ("note", True)
+    driver = only(doctor._gpus(survey(gpu(), "570.86")), "GPU driver")
+    assert (driver.status, "driver 580" in driver.advice) == ("note", True)
+    monkeypatch.setattr(doctor, "numa_nodes", lambda: (NumaNode(0, (0,), 1, 1), NumaNode(1, (1,), 1, 1)))
+    node = only(doctor._gpus(survey(gpu(numa_node=None))), "GPU 0 NUMA node")
+    assert (node.status, "tiers.host.numa" in node.advice) == ("note", True)
+
+
+def test_memory_that_may_grow_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = only(doctor._memory(replace(limits(memlock=None), memory_may_grow=True)), "memory")
+    assert one.status == "ok"
+    assert "may read low" in one.value
+
+
+def test_a_device_or_node_that_is_not_here_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_config(tmp_path, "path: p}, device: {device: cuda:99")
+    assert "there is no cuda:99" in found("-c", path)["device"].value
+    path = write_config(tmp_path, "path: p}, host: {numa: 77")
+    assert found("-c", path)["device"].status == "ok" or torch.cuda.is_available()
+    monkeypatch.setattr(doctor, "resolve_device", lambda wanted: "cuda:0")
+    assert "there is no node 77" in found("-c", path)["device"].value
+
+
+def test_where_an_arena_will_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "resolve_device", lambda wanted: "cuda:0")
+    monkeypatch.setattr(doctor, "gpus", lambda: survey(gpu()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    arena = found("-c", write_config(tmp_path, "path: p"))["arena"]
+    assert (arena.status, arena.value) == ("ok", "pinned, bound to NUMA node 1")
+    nowhere = found("-c", write_config(tmp_path, "path: p}, host: {numa: none"))["arena"]
+    assert nowhere.value == "pinned, bound to no NUMA node"

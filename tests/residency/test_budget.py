@@ -171,6 +171,77 @@ def test_locked_memory_binds_a_pinned_arena_and_on_limit_says_what_then() -> Non
     assert (on_cpu.ok, on_cpu.arena_kind) == (True, "pageable")
 
 
+def test_pinned_arenas_fit_their_nodes_and_on_limit_says_what_if_not() -> None:
+    available = 2 << 30
+    room = available - memory_reserve(available)
+    row = 4 << 20
+    facts = ModelFacts(layers=60, experts=384, top_k=8, hidden=7168, intermediate=2048)
+    gpu = machine(
+        device="cuda:0", nodes=(1, 1), node_available=((0, 64 << 30), (1, available)), device_free=1 << 40
+    )
+    rows = room // 2 // row
+
+    def planned(count: int, **host: Any) -> Plan:
+        wanted = config(device="10 rows", host=f"{count} rows", host_extra=host)
+        return plan(wanted, facts, row, machine=gpu, tp_size=2)
+
+    fits = planned(rows)
+    assert fits.ok
+    assert [(one.numa_node, one.pinned_bytes) for one in fits.ranks] == [(1, rows * row)] * 2
+    over = planned(rows + 1)
+    assert [(one.name, one.key) for one in over.short] == [("memory of NUMA node 1", "tiers.host.size")]
+    assert over.short[0].short_by == 2 * (rows + 1) * row - room
+    shrunk = planned(rows + 1, on_limit="shrink")
+    assert (shrunk.ok, [one.arena_rows for one in shrunk.ranks]) == (True, [rows, rows])
+    pageable = planned(rows + 1, on_limit="pageable")
+    assert (pageable.ok, pageable.arena_kind) == (True, "pageable")
+    assert [(one.numa_node, one.pinned_bytes) for one in pageable.ranks] == [(None, 0)] * 2
+    assert "what NUMA node 1 can give" in pageable.notes[0]
+
+
+def test_ranks_on_two_nodes_count_against_one_each() -> None:
+    gpu = machine(
+        device="cuda:0", nodes=(0, 1), node_available=((0, 4 << 30), (1, 4 << 30)), device_free=1 << 40
+    )
+    result = plan(config(host="20 rows"), FACTS, ROW, machine=gpu, tp_size=2)
+    assert [one.numa_node for one in result.ranks] == [0, 1]
+    for node in (0, 1):
+        assert check_of(result, f"memory of NUMA node {node}").needed == 20 * STRIDE
+    alone = plan(config(host="20 rows"), FACTS, ROW, machine=gpu, tp_size=2, rank=1)
+    assert [one.numa_node for one in alone.ranks] == [1]
+
+
+def test_what_kernels_take_counts_against_the_device_and_not_for_the_pool() -> None:
+    room = 47 * STRIDE
+    gpu = machine(device="cuda:0", device_free=room + (1 << 20), device_workspace=1 << 20)
+    result = plan(config(device="48 rows"), FACTS, ROW, machine=gpu)
+    check = check_of(result, "device memory")
+    assert (check.short_by, check.detail) == (STRIDE, "pool + 1.00 MiB for the kernels")
+    auto = plan(config(device="auto"), FACTS, ROW, machine=gpu)
+    assert auto.ranks[0].pool_rows == room // 2 // STRIDE
+    assert plan(config(device="47 rows"), FACTS, ROW, machine=gpu).ok
+
+
+def test_on_limit_for_every_way_to_write_a_size_on_a_gpu() -> None:
+    gpu = machine(device="cuda:0", memlock=20 * STRIDE, device_free=1 << 30)
+    for size in ("10%", "19 rows", 20 * STRIDE, "auto"):
+        for on_limit in ("refuse", "shrink", "pageable"):
+            result = plan(config(host=size, host_extra={"on_limit": on_limit}), FACTS, ROW, machine=gpu)
+            assert (result.ok, result.arena_kind) == (True, "pinned"), (size, on_limit)
+            assert result.ranks[0].pinned_bytes == result.ranks[0].arena_bytes <= 20 * STRIDE
+
+
+def test_notes_of_the_machine_and_memory_that_may_grow() -> None:
+    noted = plan(config(), FACTS, ROW, machine=machine(notes=("device memory is not checked: no NVML",)))
+    assert noted.notes[0] == "device memory is not checked: no NVML"
+    small = machine(memory_available=300 << 20, memory_may_grow=True, packs_built=1)
+    big = plan(config(host="100%"), FACTS, 4 << 20, machine=small)
+    assert "may give it more once its memory is used" in (big.refusal() or "")
+    assert "may give it more" not in (
+        plan(config(host="100%"), FACTS, 4 << 20, machine=machine(memory_available=300 << 20)).refusal() or ""
+    )
+
+
 def test_a_node_that_the_arena_cannot_be_bound_to_is_noted() -> None:
     notes = plan(config(host="20 rows", host_extra={"numa": 1}), FACTS, ROW, machine=ROOMY).notes
     assert notes == ("tiers.host.numa: 1 has no effect on a pageable arena",)
@@ -303,6 +374,9 @@ sizes = st.one_of(
     cgroup=st.none() | st.integers(0, 1 << 38),
     memlock=st.none() | st.integers(0, 1 << 36),
     device_free=st.none() | st.integers(0, 1 << 37),
+    workspace=st.integers(0, 1 << 32),
+    nodes=st.lists(st.none() | st.integers(0, 1), max_size=4),
+    node_available=st.lists(st.integers(0, 1 << 38), max_size=2),
     disk_free=st.none() | st.integers(0, 1 << 40),
     kind=st.sampled_from(["cpu", "cuda:0"]),
     layers=st.integers(1, 61),
@@ -310,13 +384,15 @@ sizes = st.one_of(
 )
 def test_an_accepted_plan_keeps_every_limit_and_a_refused_one_is_short_by_exactly_what_it_says(
     device: Any, host: Any, on_limit: str, readers: int, tp: int, row: int, memory: int | None, cgroup: int
-    | None, memlock: int | None, device_free: int | None, disk_free: int | None, kind: str, layers: int,
+    | None, memlock: int | None, device_free: int | None, workspace: int, nodes: list[int | None],
+    node_available: list[int], disk_free: int | None, kind: str, layers: int,
     experts: int,
 ) -> None:  # fmt: skip
     facts = ModelFacts(layers=layers, experts=experts, top_k=1, hidden=4096, intermediate=2048)
     limits = MachineLimits(
         device=kind, memory_available=memory, cgroup_headroom=cgroup, memlock=memlock,
-        device_free=device_free, disk_free=disk_free,
+        device_free=device_free, device_workspace=workspace if kind != "cpu" else 0, nodes=tuple(nodes),
+        node_available=tuple(enumerate(node_available)), disk_free=disk_free,
     )  # fmt: skip
     wanted = config(device=device, host=host, host_extra={"on_limit": on_limit}, readers=readers)
     result = plan(wanted, facts, row, machine=limits, tp_size=tp)
@@ -335,6 +411,10 @@ def test_an_accepted_plan_keeps_every_limit_and_a_refused_one_is_short_by_exactl
         assert all(limit is None or host_bytes <= limit for limit in (memory, cgroup))
         if result.arena_kind == "pinned" and memlock is not None:
             assert all(one.arena_bytes <= memlock for one in result.ranks)
+        for node, available in enumerate(node_available):
+            assert sum(one.pinned_bytes for one in result.ranks if one.numa_node == node) <= available
+        if kind != "cpu" and device_free is not None:
+            assert all(one.pool_bytes + workspace <= device_free for one in result.ranks)
     else:
         assert "\n" not in (result.refusal() or "\n")
         for check in result.short:
