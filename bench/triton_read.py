@@ -1,7 +1,5 @@
 """A kernel that reads memory and does as little else as possible: the ceiling for kernels that stream weights."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -19,12 +19,13 @@ for part in "${parts[@]}"; do
                 [[ ! -f $trace ]] || step harness-flame 120 "${harness[@]}" --label "recorded, flame" --tokens 1 \
                     --trace "$trace" --repeat-layers 3
             done
-            step harness-ds4 180 "${harness[@]}" --label "deepseek-v4-flash, 12 layers" --layers 12 --tokens 1 8
-            step harness-glm 120 "${harness[@]}" --shape glm-5.2 --label "glm-5.2, 6 layers" --layers 6 --tokens 1
+            step harness-ds4 180 "${harness[@]}" --label "deepseek-v4-flash, 10 layers" --layers 10 --tokens 1 8
+            step harness-glm 120 "${harness[@]}" --shape glm-5.2 --label "glm-5.2, 4 layers" --layers 4 --tokens 1
             ;;
         full)
             # All of DeepSeek-V4-Flash: 72.6 GiB of rows in host memory and as many on the GPU.
-            step harness-full 420 "${harness[@]}" --label "deepseek-v4-flash" --tokens 1 --dense-mb 150
+            step harness-full 420 "${harness[@]}" --label "deepseek-v4-flash" --tokens 1 --dense-mb 150 \
+                --coverage 100 25
             ;;
         *)
             echo "no part is called $part: kernels, transfers, harness, full" >&2

@@ -9,6 +9,7 @@ graph and replayed for every step. The dense part stands for attention: a matrix
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -49,15 +50,30 @@ class Stack:
         logits = torch.randn(steps, layers, tokens, top_k, generator=generator)
         self._weights = torch.softmax(logits, dim=-1).to(device)
         self._inputs = torch.randn(steps, tokens, hidden, generator=generator).to(device, dtype)
-        self.ids = torch.zeros_like(self._ids[0])
-        self.weights = torch.zeros_like(self._weights[0])
-        self.x = torch.zeros_like(self._inputs[0])
-        self.out = torch.zeros_like(self.x)
+        self._make_static()
         width = max(hidden, dense_bytes // (hidden * dtype.itemsize)) if dense_bytes else 0
         self._dense = [
             (torch.randn(hidden, width, device=device) * hidden**-0.5).to(dtype)
             for _ in range(min(_DENSE_MATRICES, layers) if width else 0)
         ]
+
+    def _make_static(self) -> None:
+        """The tensors that a graph reads and writes."""
+        self.ids = torch.zeros_like(self._ids[0])
+        self.weights = torch.zeros_like(self._weights[0])
+        self.x = torch.zeros_like(self._inputs[0])
+        self.out = torch.zeros_like(self.x)
+
+    def of_token(self, token: int) -> Stack:
+        """The same steps for one token of the batch alone."""
+        alone = copy.copy(self)
+        part = slice(token, token + 1)
+        alone.tokens = 1
+        alone._ids = self._ids[:, :, part].contiguous()
+        alone._weights = self._weights[:, :, part].contiguous()
+        alone._inputs = self._inputs[:, part].contiguous()
+        alone._make_static()
+        return alone
 
     def load(self, step: int) -> None:
         """Make `step` the one that the next forward computes."""
