@@ -8,6 +8,8 @@ from statistics import median
 
 import torch
 
+from bench.kernel_names import short_name
+
 Work = Callable[[], object]
 
 
@@ -60,12 +62,6 @@ def kernel_split(graph: torch.cuda.CUDAGraph, pieces: int) -> dict[str, float]:
         if str(event.device_type).endswith("CUDA"):
             total[short_name(event.name)] += event.device_time
     return {name: round(us / pieces, 3) for name, us in sorted(total.items(), key=lambda item: -item[1])}
-
-
-def short_name(kernel: str) -> str:
-    """A kernel's name without its template arguments and parameters."""
-    name = kernel.removeprefix("void ").split("(")[0].split("<")[0].strip()
-    return name.rsplit("::", 1)[-1] or kernel[:60]
 
 
 def measured_rates(device: torch.device, gib: float = 4.0) -> dict[str, float]:

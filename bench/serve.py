@@ -30,6 +30,7 @@ from bench.scrape import Scrape, total_steps  # noqa: E402
 from bench.serve_setups import SETUPS, commands, environment  # noqa: E402
 from bench.served import Server, ServerError, free_port  # noqa: E402
 from bench.serving_load import Load, prompts_from, run_load  # noqa: E402
+from bench.serving_profile import profiler_arguments, summarize  # noqa: E402
 from bench.synthetic import write_bf16_copy  # noqa: E402
 from ziggurat.stores.checkpoint import Checkpoint  # noqa: E402
 
@@ -37,6 +38,8 @@ MODEL = ROOT / "bench" / "models" / "demo-moe-fp8"
 HELDOUT = ROOT / "bench" / "models" / "heldout.txt.xz"
 READY_SECONDS = 240.0
 STOCK = "stock"
+PROFILED = (STOCK, "tiers-100", "tiers-25")
+PROFILED_TOKENS = 48
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,6 +74,7 @@ class Bench:
         self._work = work
         self._loads = loads
         self._rounds = options.rounds
+        self._profiled = PROFILED if options.profile else ()
         self._prompts = prompts_from(HELDOUT, max(load.streams for load in loads))
         self._tokens: dict[str, list[int]] = {}
         with Checkpoint.open(model) as checkpoint:
@@ -87,6 +91,8 @@ class Bench:
                 command = commands(
                     SETUPS[name], self._model, self._work, port, self._expert_bytes, self._layers
                 )
+                if name in self._profiled:
+                    command += profiler_arguments(self._traces(name))
                 log = self._work / f"{name}.log"
                 servers[name] = stack.enter_context(Server(command, environment(), port, log))
             ready = {name: self._ready(name, server) for name, server in servers.items()}
@@ -97,6 +103,9 @@ class Bench:
                 for name, server in alive.items():
                     if name not in self.failures:
                         self._guarded(name, partial(self._round, name, server, number))
+            for name, server in alive.items():
+                if name in self._profiled and name in self.measured:
+                    self.measured[name]["profile"] = self._profile(name, server)
             for name, server in servers.items():
                 self._logs[name] = server.tail(400)
 
@@ -144,6 +153,20 @@ class Bench:
             before = self.measured[name].pop("before")
             after = _counters(server)
             self.measured[name]["tiers"] = {key: after[key] - before[key] for key in after}
+
+    def _traces(self, name: str) -> Path:
+        return self._work / f"traces-{name}"
+
+    def _profile(self, name: str, server: Server) -> dict[str, Any]:
+        """One stream under the profiler, after everything was measured; what was measured stays if this fails."""
+        load = Load(1, PROFILED_TOKENS)
+        try:
+            call(server.port, "POST", "/start_profile")
+            run_load(server.port, load, self._prompts)
+            call(server.port, "POST", "/stop_profile")
+            return summarize(self._traces(name), load.tokens)
+        except (CompletionError, OSError, ValueError) as error:
+            return {"failed": str(error)[:500]}
 
     def result(self) -> dict[str, Any]:
         """What goes into the result file."""
@@ -214,6 +237,14 @@ def table(result: dict[str, Any]) -> str:
         lines.append(
             f"{name:<12}{found['ready_s']:>8.0f}{found['expert_bytes_on_gpu'] / 1e6:>11.1f}{cells}{more}"
         )
+    for name, found in result["servers"].items():
+        if "span_us" in found.get("profile", {}):
+            profile = found["profile"]
+            top = ", ".join(f"{one['name']} {one['us']:.1f}" for one in profile["top"][:6])
+            lines.append(
+                f"{name}: {profile['span_us']:.0f} us a token traced, {profile['busy_us']:.0f} busy, "
+                f"{profile['activities']:.0f} activities: {top}"
+            )
     lines += [f"{name}: {why.splitlines()[0]}" for name, why in result["failures"].items()]
     lines.append(f"the tiers gave the same tokens: {result['tiers_gave_the_same_tokens']}")
     return "\n".join(lines)
@@ -229,6 +260,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--sequential", action="store_true", help="one server at a time instead of all at once"
     )
+    parser.add_argument("--profile", action="store_true", help="trace one stream of some servers at the end")
     parser.add_argument("--logs", type=Path, default=None, help="file for the ends of the servers' logs")
     parser.add_argument("--results", type=Path, default=None, help="folder; default: one named after the GPU")
     parser.add_argument("--commit", default=None, help="what to record where there is no git history")

@@ -7,7 +7,7 @@ parts=("$@")
 [[ ${#parts[@]} -gt 0 ]] || parts=(serve replay)
 for part in "${parts[@]}"; do
     case $part in
-        serve) step serve 330 python3 bench/serve.py --results "$OUT" --logs "$OUT/servers.log" "${commit[@]}" ;;
+        serve) step serve 330 python3 bench/serve.py --profile --results "$OUT" --logs "$OUT/servers.log" "${commit[@]}" ;;
         replay)
             step replay 330 python3 -m ziggurat.integration.cli.main replay bench/models/demo-moe-fp8 \
                 -c bench/h200/tiers.yaml

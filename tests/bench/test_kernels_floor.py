@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import kernels
-from bench.gpu_timing import short_name
+from bench.kernel_names import short_name
 from bench.shapes import SHAPES
 from bench.vllm_peers import Peer
 
