@@ -285,15 +285,14 @@ extern __shared__ __align__(16) u8 ring_memory[];
 template <class B>
 DEV void gate_up_decode(const Params& p) {
     typedef GateUpUnits Units;
-    __shared__ float shared[2][DECODE_WARPS][2][128];
+    __shared__ float shared[DECODE_WARPS][2][128];
     wait_for_previous();
     let_next_start();
     const i32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const Share share(Units::k_tiles(p), warp);
     Walk<Units> walk(p, *p.entry_count);
     Multiplier<B, Units> multiplier(p, share, ring_memory, warp, lane, walk);
-    i32 turn = 0;
-    for (; walk.valid(); walk.advance(p), turn ^= 1) {
+    for (; walk.valid(); walk.advance(p)) {
         const Unit<2> u = walk.unit(p);
         // What this thread needs at the end: register `warp` of each warp's lane `lane`.
         const i32 column = (lane & 3) * 2 + (warp & 1), line = (lane >> 2) + 8 * (warp >> 1);
@@ -302,12 +301,13 @@ DEV void gate_up_decode(const Params& p) {
         float acc[2][4] = {};
         typename B::Input source(p, u.entry, lane);
         multiplier.run(u, share, lane, source, acc);
-        exchange<2>(shared[turn], acc, warp, lane);
+        __syncthreads(); // the sums of the unit before have been read
+        exchange<2>(shared, acc, warp, lane);
         __syncthreads();
         u32 amax = 0;
         if (column < u.entry.count) {
-            const float gate = sum_of_warps<2>(shared[turn], 0, tid) * scale;
-            const float up = sum_of_warps<2>(shared[turn], 1, tid) * scale;
+            const float gate = sum_of_warps<2>(shared, 0, tid) * scale;
+            const float up = sum_of_warps<2>(shared, 1, tid) * scale;
             amax = B::store_hidden(p, pair.x, u.block * TILE_ROWS + line, swiglu(gate, up, p.limit));
         }
         if (B::NEEDS_AMAX) { // the lanes of one token are 4 apart
@@ -323,7 +323,7 @@ template <class B>
 DEV void down_decode(const Params& p) {
     typedef DownUnits<B::Codec::DOWN_TILES> Units;
     constexpr int TILES = Units::TILES;
-    __shared__ float shared[2][DECODE_WARPS][TILES][128];
+    __shared__ float shared[DECODE_WARPS][TILES][128];
     const i32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     // The list of work is older than the kernel before this one, whose blocks had all waited for it; so weights may
     // be asked for while that kernel still runs. `Hidden` waits before it reads what that kernel writes.
@@ -331,8 +331,7 @@ DEV void down_decode(const Params& p) {
     Walk<Units> walk(p, *p.entry_count);
     Multiplier<B, Units> multiplier(p, share, ring_memory, warp, lane, walk);
     bool waited = false;
-    i32 turn = 0;
-    for (; walk.valid(); walk.advance(p), turn ^= 1) {
+    for (; walk.valid(); walk.advance(p)) {
         const Unit<TILES> u = walk.unit(p);
         const i32 column = (lane & 3) * 2 + (warp & 1), line = (lane >> 2) + 8 * (warp >> 1);
         const int2 pair = column_pair(p, u.entry, column);
@@ -344,7 +343,8 @@ DEV void down_decode(const Params& p) {
             waited = true;
         }
         let_next_start();
-        exchange<TILES>(shared[turn], acc, warp, lane);
+        __syncthreads();
+        exchange<TILES>(shared, acc, warp, lane);
         __syncthreads();
         if (column < u.entry.count) {
             const float scale = B::hidden_scale(p, pair.x);
@@ -352,7 +352,7 @@ DEV void down_decode(const Params& p) {
 #pragma unroll
             for (int i = 0; i < TILES; i++) {
                 const i32 row = (u.block * TILES + i) * TILE_ROWS;
-                if (row < p.hidden_size) out[row] = sum_of_warps<TILES>(shared[turn], i, tid) * scale;
+                if (row < p.hidden_size) out[row] = sum_of_warps<TILES>(shared, i, tid) * scale;
             }
         }
     }
