@@ -92,6 +92,7 @@ def harness(result: Mapping[str, Any], markdown: Markdown) -> str:
         "missed pairs",
         "passes",
         "fetched",
+        "on the link",
         "bits",
     ]
     return "\n".join([markdown(header, rows), *(f"{note}\n" for note in notes)])
@@ -108,6 +109,7 @@ def _coverage(label: str, run: Mapping[str, Any], reference: float) -> list[str]
         f"{run['missed_pairs_per_step']:.1f}",
         f"{run['passes_per_step']:.2f}",
         f"{run['mib_per_step']:.1f} MiB",
+        "" if run["link_ms_per_step"] is None else f"{run['link_ms_per_step']:.2f} ms",
         "same" if run["same_bits"] else "DIFFERENT",
     ]
 

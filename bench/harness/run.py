@@ -69,6 +69,7 @@ def measure(
     pack = MemoryPack(shape, options.codec, options.distinct)
     stack = Stack(routing, shape.hidden, device, dense_bytes=round(options.dense_mb * 1e6))
     graph = device.type == "cuda"
+    link = _link_gb_per_s(device) if graph else None
     reference: Run | None = None
     lines = []
     for percent in sorted(options.coverage, reverse=True):
@@ -84,10 +85,12 @@ def measure(
         lines.append(
             {
                 **run.summary(shape.rows, pack.header.stride, routing.tokens),
+                "link_ms_per_step": None
+                if link is None
+                else _ms_on(link, run.rows * pack.header.stride / len(run.ms)),
                 "same_bits": run.same_bits(reference),
             }
         )
-    link = _link_gb_per_s(device) if graph else None
     return {
         "shape": shape.name,
         "layers": shape.layers,
@@ -149,6 +152,11 @@ def _link_gb_per_s(device: torch.device) -> float:
         end.synchronize()
         best = min(best, begin.elapsed_time(end))
     return round(host.numel() / best / 1e6, 1)
+
+
+def _ms_on(link: float, nbytes: float) -> float:
+    """Milliseconds that so many bytes take on a link of so many GB/s."""
+    return round(nbytes / link / 1e6, 4)
 
 
 def table(label: str, result: dict[str, Any]) -> str:

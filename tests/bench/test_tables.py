@@ -172,6 +172,7 @@ HARNESS: dict[str, Any] = {
                     "missed_pairs_per_step": 1.0,
                     "passes_per_step": 1.5,
                     "mib_per_step": 6.75,
+                    "link_ms_per_step": 0.128,
                     "same_bits": True,
                 }
                 for coverage, ms in ((1.0, 2.0), (0.25, 3.0))
@@ -234,7 +235,8 @@ def test_gpu_tables(tmp_path: Path) -> None:
     assert "| ds4, 8192 tokens | 2346 (0.50) |  |" in rendered
     assert "NVIDIA H200, driver 580.1, torch 2.11.0, vLLM 0.24.0, commit `0123456789`" in rendered
     assert (
-        "| recorded w2 M=1: 25% | 3.00 ms | 3.00 ms | 1.50 | 50% | 1.0 | 1.50 | 6.8 MiB | same |" in rendered
+        "| recorded w2 M=1: 25% | 3.00 ms | 3.00 ms | 1.50 | 50% | 1.0 | 1.50 | 6.8 MiB | 0.13 ms | same |"
+        in rendered
     )
     assert "| tiers, 25 % | 9.4 MB | 350 tok/s | 0.500 | 6500 tok/s | 0.501 | 40% | 1.70 |" in rendered
     assert "| stock vLLM | 37.7 MB | 700 tok/s | 1.000 | 13000 tok/s | 1.000 |  |  |" in rendered
