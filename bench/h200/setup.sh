@@ -7,10 +7,16 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 wheels=${1:-.gpu/wheels}
 pip=(python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --disable-pip-version-check)
 export PIP_ROOT_USER_ACTION=ignore
-if compgen -G "$wheels/*.whl" > /dev/null; then
-    "${pip[@]}" "$wheels"/*.whl
-fi
-"${pip[@]}" --no-build-isolation --editable .
+# setuptools only builds this package, in an environment of its own, and is not installed.
+build=(--no-build-isolation)
+for wheel in "$wheels"/*.whl; do
+    case ${wheel##*/} in
+        '*.whl') ;;
+        setuptools-*) build=(--find-links "$wheels") ;;
+        *) "${pip[@]}" "$wheel" ;;
+    esac
+done
+"${pip[@]}" "${build[@]}" --editable .
 python3 - <<'PYTHON'
 import importlib.metadata as metadata
 
