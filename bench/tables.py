@@ -1,10 +1,11 @@
-"""Renders the README's tables from result files and from the list of metrics.
+"""Renders the tables of the README and of docs/benchmarks.md from result files and from the list of metrics.
 
     python bench/tables.py [--check]
 
 A table stands between `<!-- results:begin NAME -->` and `<!-- results:end NAME -->` (NAME: a file in bench/results
-without its suffix) or between `<!-- metrics:begin -->` and `<!-- metrics:end -->`. --check writes nothing and returns
-status 1 if a table is not what its source gives.
+without its suffix; one in a folder there was measured on the GPU that the folder is named after), or between
+`<!-- metrics:begin -->` and `<!-- metrics:end -->`. --check writes nothing and returns status 1 if a table is not what
+its source gives.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench import gpu_tables  # noqa: E402
 from bench.results_io import RESULTS, read_json  # noqa: E402
 from ziggurat.residency.metric_specs import markdown_table  # noqa: E402
 
 README = ROOT / "README.md"
+PAGES = (README, ROOT / "docs" / "benchmarks.md")
 _RESULTS = re.compile(
-    r"(?P<begin><!-- results:begin (?P<name>[a-z0-9_]+) -->\n).*?(?P<end><!-- results:end (?P=name) -->)",
+    r"(?P<begin><!-- results:begin (?P<name>[a-z0-9_/-]+) -->\n).*?(?P<end><!-- results:end (?P=name) -->)",
     re.DOTALL,
 )
 _METRICS = re.compile(r"(?P<begin><!-- metrics:begin -->\n).*?(?P<end><!-- metrics:end -->)", re.DOTALL)
@@ -133,17 +136,22 @@ RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "boot": boot,
 }
 
+GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]] = {
+    "kernels": gpu_tables.kernels,
+    "transfers": gpu_tables.transfers,
+    "harness": gpu_tables.harness,
+    "serve": gpu_tables.serve,
+}
+"""By the last part of a name such as `h200/kernels`."""
+
+NOT_MEASURED = "Not measured yet.\n"
+
 
 def render(text: str, results: Path = RESULTS) -> str:
     """``text`` with every marked table replaced; TableError if a marker or a source is wrong."""
 
     def fill(match: re.Match[str]) -> str:
-        name = match["name"]
-        content = read_json(results / f"{name}.json")
-        if name not in RENDERERS or not content:
-            known = ", ".join(sorted(RENDERERS))
-            raise TableError(f"no table for {name!r}: need bench/results/{name}.json and one of {known}")
-        return f"{match['begin']}{RENDERERS[name](content)}{match['end']}"
+        return f"{match['begin']}{_table(match['name'], results)}{match['end']}"
 
     def fill_metrics(match: re.Match[str]) -> str:
         return f"{match['begin']}{markdown_table()}{match['end']}"
@@ -154,23 +162,40 @@ def render(text: str, results: Path = RESULTS) -> str:
     return _METRICS.sub(fill_metrics, _RESULTS.sub(fill, text))
 
 
+def _table(name: str, results: Path) -> str:
+    """The table of one result file. A GPU's may not have been measured yet; any other must be there."""
+    content = read_json(results / f"{name}.json")
+    _, folder, last = name.rpartition("/")
+    known = GPU_RENDERERS if folder else RENDERERS
+    if last not in known or not (content or folder):
+        names = ", ".join(sorted(known))
+        raise TableError(f"no table for {name!r}: need bench/results/{name}.json and one of {names}")
+    if folder:
+        return GPU_RENDERERS[last](content, markdown) if content else NOT_MEASURED
+    return RENDERERS[last](content)
+
+
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Render the README's tables.")
+    parser = argparse.ArgumentParser(description="Render the tables of the README and of docs/benchmarks.md.")
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a table is stale")
     check = parser.parse_args(arguments).check
-    text = README.read_text(encoding="utf-8")
+    return max(_bring_up_to_date(page, check) for page in PAGES)
+
+
+def _bring_up_to_date(page: Path, check: bool) -> int:
+    text = page.read_text(encoding="utf-8")
     try:
         rendered = render(text)
     except TableError as error:
-        print(f"{README.name}: {error}", file=sys.stderr)
+        print(f"{page.name}: {error}", file=sys.stderr)
         return 1
     if rendered == text:
         return 0
     if check:
-        print(f"{README.name}: tables are stale; run python bench/tables.py", file=sys.stderr)
+        print(f"{page.name}: tables are stale; run python bench/tables.py", file=sys.stderr)
         return 1
-    README.write_text(rendered, encoding="utf-8")
-    print(f"{README.name}: tables written")
+    page.write_text(rendered, encoding="utf-8")
+    print(f"{page.name}: tables written")
     return 0
 
 

@@ -87,3 +87,33 @@ def test_commit_says_when_files_differ_from_it(tmp_path: Path) -> None:
     assert results_io.commit(tmp_path) == head
     (tmp_path / "code.py").write_text("2\n")
     assert results_io.commit(tmp_path) == f"{head}+changes"
+
+
+def test_commands_leave_out_where_output_went() -> None:
+    arguments = [
+        "bench/x.py",
+        "--results",
+        "out",
+        "--tokens",
+        "1",
+        "--commit=abc",
+        "--logs",
+        "--results",
+        "--fast",
+    ]
+    found = results_io.provenance(arguments, at="abc")
+    assert found["command"] == "python bench/x.py --tokens 1 --fast"
+    assert found["commit"] == "abc"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "folder"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-blackwell-server-edition"),
+    ],
+)
+def test_results_of_a_gpu_have_a_folder_of_its_name(gpu: str, folder: str) -> None:
+    assert results_io.results_folder(gpu) == results_io.RESULTS / folder
+    assert results_io.results_folder(None) == results_io.RESULTS

@@ -126,7 +126,7 @@ def test_check_finds_a_stale_table(
 ) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("<!-- metrics:begin -->\n<!-- metrics:end -->\n")
-    monkeypatch.setattr(tables, "README", readme)
+    monkeypatch.setattr(tables, "PAGES", (readme,))
     assert tables.main(["--check"]) == 1
     assert "stale" in capsys.readouterr().err
     assert readme.read_text() == "<!-- metrics:begin -->\n<!-- metrics:end -->\n"
@@ -134,7 +134,115 @@ def test_check_finds_a_stale_table(
     assert tables.main(["--check"]) == 0
 
 
-def test_the_readme_is_up_to_date() -> None:
-    text = tables.README.read_text(encoding="utf-8")
-    assert "<!-- metrics:begin -->" in text
-    assert tables.render(text) == text
+def test_the_pages_are_up_to_date() -> None:
+    for page in tables.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert "<!-- metrics:begin -->" in text or "<!-- results:begin h200/" in text
+        assert tables.render(text) == text
+
+
+GPU_ORIGIN = {
+    "command": "python bench/kernels.py",
+    "commit": "0123456789abcdef",
+    "date": "2026-01-02",
+    "machine": {"gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11.0", "vllm": "0.24.0"},
+}
+KERNELS: dict[str, Any] = {
+    "rates": {"read_tb_per_s": 4.1, "copy_tb_per_s": 4.3, "matmul_tflops": 780.0},
+    "runs": [
+        {"shape": "ds4", "kernel": "ziggurat w2", "tokens": 1, "us": 17.26, "of_floor": 0.601},
+        {"shape": "ds4", "kernel": "ziggurat w2", "tokens": 8192, "us": 2345.6, "of_floor": 0.5},
+        {"shape": "ds4", "kernel": "vLLM Marlin MXFP4", "tokens": 1, "us": 90.0, "of_floor": 0.2},
+    ],
+    **GPU_ORIGIN,
+}
+HARNESS: dict[str, Any] = {
+    "runs": {
+        "recorded w2 M=1": {
+            "layers": 12,
+            "experts": 64,
+            "top_k": 6,
+            "row_mib": 6.75,
+            "routing": "a trace",
+            "runs": [
+                {
+                    "coverage": coverage,
+                    "step_ms": {"median": ms, "mean": ms},
+                    "zero_miss_share": 0.5,
+                    "missed_pairs_per_step": 1.0,
+                    "passes_per_step": 1.5,
+                    "mib_per_step": 6.75,
+                    "link_ms_per_step": 0.128,
+                    "same_bits": True,
+                }
+                for coverage, ms in ((1.0, 2.0), (0.25, 3.0))
+            ],
+            **GPU_ORIGIN,
+        }
+    }
+}
+SERVE: dict[str, Any] = {
+    "loads": [{"streams": 1, "tokens": 8}, {"streams": 32, "tokens": 8}],
+    "servers": {
+        "stock": {
+            "what": "stock vLLM",
+            "expert_bytes_on_gpu": 37_748_736,
+            "median_tokens_per_s": {"1": 700.0, "32": 13000.0},
+            "ratio_to_stock": {"1": 1.0, "32": 1.0},
+        },
+        "tiers-25": {
+            "what": "tiers, 25 %",
+            "expert_bytes_on_gpu": 9_437_184,
+            "median_tokens_per_s": {"1": 350.0, "32": 6500.0},
+            "ratio_to_stock": {"1": 0.5, "32": 0.501},
+            "tiers": {"steps": 10.0, "steps_without_miss": 4.0, "passes": 17.0},
+        },
+    },
+    **GPU_ORIGIN,
+}
+
+
+TRANSFERS: dict[str, Any] = {
+    "transfers": {
+        "peak_gb_per_s": 55.31,
+        "runs": [
+            {
+                "row_bytes": 65536,
+                "rows": 64,
+                "mover": mover,
+                "gb_per_s": speed,
+                "ratio": speed / 55.31,
+                "steady_gb_per_s": 50.0,
+                "steady_ratio": 0.9,
+            }
+            for mover, speed in (("batched", 30.9), ("gather", 46.4))
+        ],
+    },
+    **GPU_ORIGIN,
+}
+
+
+def test_gpu_tables(tmp_path: Path) -> None:
+    (tmp_path / "h200").mkdir()
+    contents = {"kernels": KERNELS, "transfers": TRANSFERS, "harness": HARNESS, "serve": SERVE}
+    for name, content in contents.items():
+        (tmp_path / "h200" / f"{name}.json").write_text(json.dumps(content))
+    rendered = tables.render("".join(marked(f"h200/{name}") for name in contents), tmp_path)
+    assert set(contents) == set(tables.GPU_RENDERERS)
+    assert "| 64 x 64 KiB | 30.9 (0.56) | 46.4 (0.84) | 0.90 | 0.90 |" in rendered
+    assert "| layer | ziggurat w2 | vLLM Marlin MXFP4 |" in rendered
+    assert "| ds4, 1 token | 17.3 (0.60) | 90.0 (0.20) |" in rendered
+    assert "| ds4, 8192 tokens | 2346 (0.50) |  |" in rendered
+    assert "NVIDIA H200, driver 580.1, torch 2.11.0, vLLM 0.24.0, commit `0123456789`" in rendered
+    assert (
+        "| recorded w2 M=1: 25% | 3.00 ms | 3.00 ms | 1.50 | 50% | 1.0 | 1.50 | 6.8 MiB | 0.13 ms | same |"
+        in rendered
+    )
+    assert "| tiers, 25 % | 9.4 MB | 350 tok/s | 0.500 | 6500 tok/s | 0.501 | 40% | 1.70 |" in rendered
+    assert "| stock vLLM | 37.7 MB | 700 tok/s | 1.000 | 13000 tok/s | 1.000 |  |  |" in rendered
+
+
+def test_what_no_gpu_was_measured_at_says_so(tmp_path: Path) -> None:
+    assert "Not measured yet." in tables.render(marked("h200/serve"), tmp_path)
+    with pytest.raises(tables.TableError, match="no table for 'h200/unknown'"):
+        tables.render(marked("h200/unknown"), tmp_path)
