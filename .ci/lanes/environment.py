@@ -47,7 +47,7 @@ class Lane:
 LANES = {
     lane.name: lane
     for lane in (
-        Lane("0.32", "0.32.0", ".venv", ("common.txt", "vllm-0.32.txt", "tools.txt")),
+        Lane("0.32", "0.32.0", ".venv", ("common.txt", "vllm-0.32.txt", "tools.txt", "cuda.txt")),
         Lane("0.24", "0.24.0", ".venv-0.24", ("common.txt", "vllm-0.24.txt", "tools.txt")),
     )
 }
