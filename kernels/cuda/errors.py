@@ -35,3 +35,7 @@ class BuildError(RuntimeError):
 
 class ImageError(RuntimeError):
     """The prebuilt images and their manifest do not fit each other, or the sources beside them."""
+
+
+class LayerError(ValueError):
+    """A layer's shapes or dtypes are not what the kernels were set up for, or nothing they can compute."""

@@ -31,7 +31,7 @@ class Unit:
     targets: tuple[str, ...] = TARGETS
 
 
-UNITS = (Unit("gather", "gather.cu"),)
+UNITS = (Unit("gather", "gather.cu"), Unit("moe", "moe.cu"))
 
 
 def unit(name: str) -> Unit:

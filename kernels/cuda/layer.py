@@ -1,0 +1,309 @@
+"""Mixture-of-Experts layers on a CUDA device: the launches of one layer, and the memory between them.
+
+A layer is four kernels: route (from ids to a list of work, activations to operand form), gate and up with the SwiGLU
+behind them, down, combine. Each may start while the one before it ends and waits itself (programmatic dependent
+launch). Nothing here waits for the device, and nothing but the result is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from ziggurat.kernels.codecs.registry import get_codec
+from ziggurat.kernels.cuda import driver, library
+from ziggurat.kernels.cuda.errors import LayerError
+from ziggurat.kernels.cuda.launch import Kernel
+from ziggurat.kernels.cuda.params import LayerParams, Mode
+from ziggurat.kernels.geometry import ExpertGeometry
+
+#: Pairs of a call up to which the decode kernels run: what one block of route_small sorts.
+DECODE_PAIRS: Final = 256
+#: ... and pairs an expert gets on average: beyond, every 8 more pairs would read its row once more.
+DECODE_PAIRS_PER_EXPERT: Final = 16
+#: Workspace for contributions that a layer aims at; batches beyond are computed in parts.
+PARTIAL_BYTES: Final = 256 << 20
+
+_DECODE_THREADS: Final = 256
+_PREFILL_THREADS: Final = 256
+_PREFILL_PAIRS: Final = 64
+_COMBINE_THREADS: Final = 128
+_ROUTE_WARPS: Final = 32
+_IO: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
+# Bytes of a stage of a decode warp's ring, and (gate and up, down) groups in it: see src/decode.cuh.
+_STAGE: Final = {"w2": 8 * (512 + 64), "fp4": 4 * (1024 + 64), "bf16": 0}
+
+
+class KernelSource(Protocol):
+    """Where kernels come from: the images of this package, or a library compiled by a test."""
+
+    def kernel(self, name: str, device: int) -> Kernel: ...
+
+
+class _Images:
+    def kernel(self, name: str, device: int) -> Kernel:
+        return library.kernel(name, device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The kernels of decode or prefill calls and how many blocks fill the device."""
+
+    route: Kernel
+    gate_up: Kernel
+    down: Kernel
+    route_threads: int
+    route_shared: int
+    gemm_shared: int
+    gate_up_blocks: int
+    down_blocks: int
+
+
+class CudaLayerKernels:
+    """LayerKernels on one CUDA device, for one codec and one shape of experts.
+
+    codec: w2, fp4 or bf16. dtype: of activations, bfloat16 or float16 (bf16 rows: bfloat16 only). clamp: limit of the
+    clamped SwiGLU. max_tokens: the largest batch; larger workspaces than `PARTIAL_BYTES` are avoided by computing
+    batches in parts of `part_tokens`. mx: MXFP8 activations and block-scaled matrix instructions; None: where the
+    device has them (sm_120) and the codec has block scales.
+
+    Raises LayerError for a shape or dtype the kernels cannot compute, UnsupportedGpuError where there is no image.
+    """
+
+    def __init__(
+        self,
+        codec: str,
+        geometry: ExpertGeometry,
+        experts: int,
+        top_k: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_tokens: int,
+        clamp: float | None = None,
+        mx: bool | None = None,
+        source: KernelSource | None = None,
+    ) -> None:
+        if dtype not in _IO or (codec == "bf16" and dtype is not torch.bfloat16):
+            wanted = "bfloat16" if codec == "bf16" else "bfloat16 or float16"
+            raise LayerError(
+                f"{codec} experts need {wanted} activations on a GPU, not {dtype}: set --dtype accordingly"
+            )
+        if not 1 <= experts <= 1024 or not 1 <= top_k <= experts:
+            raise LayerError(f"{experts} experts with top-{top_k}: at most 1024 experts, of which a token uses 1 or more")
+        self.geometry = geometry
+        self.experts = experts
+        self.top_k = top_k
+        self.dtype = dtype
+        self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        self.max_tokens = max_tokens
+        index = self.device.index
+        self.mx = (driver.capability(index)[0] == 12 and codec != "bf16") if mx is None else mx
+        per_token = top_k * geometry.hidden * 4
+        self.part_tokens = max(1, min(max_tokens, max(256, PARTIAL_BYTES // per_token // 256 * 256)))
+        self._decode_tokens = min(DECODE_PAIRS, DECODE_PAIRS_PER_EXPERT * experts) // top_k
+        self._load(codec, index, source or _Images())
+        self._params = self._workspace(codec)
+        self._params.limit = math.inf if clamp is None else clamp
+
+    def _load(self, codec: str, index: int, source: KernelSource) -> None:
+        """Every kernel, so that nothing is loaded during a capture."""
+        io = _IO[self.dtype]
+        tail = "_mx" if self.mx else ""
+        route = "plain" if codec == "bf16" else io + tail
+        gemm = f"{codec}_{io}{tail}"
+        multiprocessors = driver.attribute(index, "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT")
+
+        def shape(kind: str, route_kind: str, threads: int, route_threads: int, route_shared: int, shared: int) -> _Shape:
+            gate_up = source.kernel(f"gate_up_{kind}_{gemm}", index)
+            down = source.kernel(f"down_{kind}_{gemm}", index)
+            router = source.kernel(f"route_{route_kind}_{route}", index)
+            router.reserve_shared(route_shared)
+            return _Shape(
+                router,
+                gate_up,
+                down,
+                route_threads,
+                route_shared,
+                shared,
+                multiprocessors * max(1, gate_up.blocks_per_multiprocessor(threads, shared)),
+                multiprocessors * max(1, down.blocks_per_multiprocessor(threads, shared)),
+            )
+
+        ring = 8 * 2 * _STAGE[codec]
+        self._decode = shape("decode", "small", _DECODE_THREADS, 256, 0, ring)
+        sort = (_ROUTE_WARPS + 5) * self.experts * 4
+        self._prefill = shape("prefill", "large", _PREFILL_THREADS, 1024, sort, 0)
+        self._combine = source.kernel(f"combine_{io}", index)
+
+    def _workspace(self, codec: str) -> LayerParams:
+        g, device = self.geometry, self.device
+        pairs = self.part_tokens * self.top_k
+        entries = max(DECODE_PAIRS, self.experts + pairs // _PREFILL_PAIRS + 1)
+        hidden = g.intermediate
+
+        def make(count: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(max(1, count), dtype=dtype, device=device)
+
+        self._memory = {
+            "activations": make(self.part_tokens * g.hidden, torch.int16),
+            "activation_scale": make(self.part_tokens * -(-g.hidden // 128), torch.int32),
+            "entries": make(entries * 4, torch.int32),
+            "entry_count": torch.zeros(1, dtype=torch.int32, device=device),
+            "pairs": make(max(pairs, DECODE_PAIRS * 8), torch.int32),
+            "done": make(pairs, torch.uint8),
+            "hidden": make(pairs * hidden, torch.int16),
+            "hidden_amax": make(pairs, torch.int32),
+            "partial": make(pairs * g.hidden, torch.float32),
+        }
+        params = LayerParams()
+        for name, tensor in self._memory.items():
+            setattr(params, name, tensor.data_ptr())
+        sections = get_codec(codec).sections(g)
+        offsets = {section.name: section.offset for section in sections}
+        params.w13_scales = offsets.get("w13 scales", 0)
+        params.w2_codes = offsets["w2 codes"] if "w2 codes" in offsets else offsets["w2"]
+        params.w2_scales = offsets.get("w2 scales", 0)
+        params.top_k, params.experts = self.top_k, self.experts
+        params.hidden_size, params.inter = g.hidden, g.intermediate
+        return params
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory held between the kernels of a layer; all layers share it."""
+        return sum(tensor.nbytes for tensor in self._memory.values())
+
+    def poison(self) -> None:
+        """Fill the workspace with NaN patterns, so that a test sees what is read without having been written."""
+        for tensor in self._memory.values():
+            tensor.view(torch.uint8).fill_(0xFF)
+        self._memory["entry_count"].zero_()
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        slots: torch.Tensor,
+        pool: torch.Tensor,
+        live: torch.Tensor,
+        prefill: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+        tally: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A whole layer: x [T, H] -> [T, H]; experts without a slot contribute zero. See residency's LayerKernels."""
+        x, topk_weights, topk_ids = self._checked(x, topk_weights, topk_ids)
+        out = torch.empty_like(x)
+        p = self._params
+        p.slots, p.live, p.mode = slots.data_ptr(), live.data_ptr(), Mode.WHOLE
+        p.pool, p.stride = pool.data_ptr(), pool.stride(0)
+        p.counts = None if counts is None else counts.data_ptr()
+        p.tally = None if tally is None else tally.data_ptr()
+        tokens = x.shape[0]
+        shape = self._shape(tokens)
+        for first in range(0, tokens, self.part_tokens):
+            count = min(self.part_tokens, tokens - first)
+            self._point_at(x, topk_weights, topk_ids, first, count)
+            p.prefill = None if prefill is None else prefill.data_ptr() + first
+            self._route(shape, count)
+            self._multiply(shape, count)
+            self._sum(out, first, count)
+        return out
+
+    def begin(self, x: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor) -> None:
+        """Start a layer that is computed in several chunks of experts. At most `part_tokens` tokens."""
+        p = self._params
+        if x.shape[0] > self.part_tokens:
+            raise LayerError(f"{x.shape[0]} tokens at once: the workspace holds {self.part_tokens}")
+        x, _, topk_ids = self._checked(x, None, topk_ids)
+        p.live, p.mode = live.data_ptr(), Mode.BEGIN
+        self._point_at(x, None, topk_ids, 0, x.shape[0])
+        self._route(self._shape(x.shape[0]), x.shape[0])
+
+    def add(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor, *, slots: torch.Tensor, pool: torch.Tensor
+    ) -> None:
+        """Compute the experts that have a slot in `slots`; each expert in exactly one chunk."""
+        p = self._params
+        x, _, topk_ids = self._checked(x, None, topk_ids)
+        p.slots, p.live, p.mode = slots.data_ptr(), live.data_ptr(), Mode.ADD
+        p.pool, p.stride = pool.data_ptr(), pool.stride(0)
+        self._point_at(x, None, topk_ids, 0, x.shape[0])
+        shape = self._shape(x.shape[0])
+        self._route(shape, 0)
+        self._multiply(shape, x.shape[0])
+
+    def finish(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sums of what was added: [T, H]."""
+        p = self._params
+        x, topk_weights, topk_ids = self._checked(x, topk_weights, topk_ids)
+        p.live = live.data_ptr()
+        self._point_at(x, topk_weights, topk_ids, 0, x.shape[0])
+        out = torch.empty_like(x)
+        self._sum(out, 0, x.shape[0])
+        return out
+
+    def _checked(
+        self, x: torch.Tensor, topk_weights: torch.Tensor | None, topk_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if x.dtype is not self.dtype or x.dim() != 2 or x.shape[1] != self.geometry.hidden:
+            raise LayerError(
+                f"activations are {x.dtype} {tuple(x.shape)}, expected {self.dtype} [tokens, {self.geometry.hidden}]"
+            )
+        if tuple(topk_ids.shape) != (x.shape[0], self.top_k):
+            raise LayerError(f"topk_ids is {tuple(topk_ids.shape)}, expected {(x.shape[0], self.top_k)}")
+        if topk_ids.dtype not in (torch.int32, torch.int64):
+            topk_ids = topk_ids.to(torch.int64)
+        if topk_weights is None:
+            topk_weights = x  # not looked at
+        elif topk_weights.dtype is not torch.float32:
+            topk_weights = topk_weights.float()
+        return x.contiguous(), topk_weights.contiguous(), topk_ids.contiguous()
+
+    def _shape(self, tokens: int) -> _Shape:
+        return self._decode if tokens <= self._decode_tokens else self._prefill
+
+    def _point_at(
+        self, x: torch.Tensor, weights: torch.Tensor | None, ids: torch.Tensor, first: int, count: int
+    ) -> None:
+        p = self._params
+        p.x = x.data_ptr() + first * x.shape[1] * 2
+        p.ids = ids.data_ptr() + first * self.top_k * ids.element_size()
+        p.weights = None if weights is None else weights.data_ptr() + first * self.top_k * 4
+        p.ids_are_64 = ids.dtype is torch.int64
+        p.first, p.tokens = first, count
+
+    def _route(self, shape: _Shape, prepared: int) -> None:
+        """prepared: tokens whose activations are brought into operand form on the way."""
+        blocks = 1 if shape.route.name.endswith("plain") else 1 + prepared
+        shape.route.launch(blocks, shape.route_threads, self._params, shared=shape.route_shared)
+
+    def _multiply(self, shape: _Shape, tokens: int) -> None:
+        g = self.geometry
+        decode = shape is self._decode
+        most = tokens * self.top_k if decode else self.experts + tokens * self.top_k // _PREFILL_PAIRS
+        if decode:
+            units = most * (g.intermediate // 16), most * -(-g.hidden // 32)
+        else:
+            units = most * -(-g.intermediate // 128), most * -(-g.hidden // 256)
+        threads = _DECODE_THREADS if decode else _PREFILL_THREADS
+        for kernel, blocks, most_units in (
+            (shape.gate_up, shape.gate_up_blocks, units[0]),
+            (shape.down, shape.down_blocks, units[1]),
+        ):
+            kernel.launch(min(blocks, most_units), threads, self._params, shared=shape.gemm_shared, dependent=True)
+
+    def _sum(self, out: torch.Tensor, first: int, count: int) -> None:
+        if count == 0:
+            return
+        g = self.geometry
+        self._params.out = out.data_ptr() + first * g.hidden * 2
+        self._combine.launch(
+            (-(-g.hidden // (4 * _COMBINE_THREADS)), count, 1), _COMBINE_THREADS, self._params, dependent=True
+        )

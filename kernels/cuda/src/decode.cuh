@@ -1,0 +1,353 @@
+// Expert GEMMs for a few pairs an expert: all that counts is that each row's bytes stream through once.
+//
+// A block takes a unit: an entry (up to 8 pairs) and 2 or 4 tiles of 16 rows of its matrix. Its 8 warps split K. Every
+// warp has its own ring of two stages in shared memory: while it multiplies one stage, the next one, of the same unit
+// or of the block's next unit, is on its way. The eight partial sums are added in order at the end, so a result depends
+// on nothing but its own pair. Blocks stay and take unit after unit.
+#pragma once
+#include "backend.cuh"
+
+constexpr i32 DECODE_WARPS = 8;
+constexpr i32 DECODE_THREADS = DECODE_WARPS * 32;
+
+// The groups [first, last) of 128 k that a warp multiplies; `full` of them have all four k-tiles.
+struct Share {
+    i32 first, full, last;
+    __device__ __forceinline__ Share(i32 k_tiles, i32 warp) {
+        const i32 groups = (k_tiles + GROUP_TILES - 1) / GROUP_TILES;
+        first = warp * groups / DECODE_WARPS;
+        last = (warp + 1) * groups / DECODE_WARPS;
+        full = min(last, k_tiles / GROUP_TILES);
+    }
+};
+
+template <int TILES>
+struct Unit {
+    Entry entry;
+    i32 block;
+    Matrix m;
+    i32 tile[TILES];
+};
+
+// Units of gate and up: tile b of the gate and tile b of the up projection.
+struct GateUpUnits {
+    static constexpr int TILES = 2;
+    DEV i32 blocks(const Params& p) { return p.inter / TILE_ROWS; }
+    DEV i32 k_tiles(const Params& p) { return p.hidden_size / TILE_K; }
+    DEV void locate(const Params& p, Unit<2>& u) {
+        u.m.codes = p.pool + (i64)u.entry.slot * p.stride;
+        u.m.scales = u.m.codes + p.w13_scales;
+        u.tile[0] = u.block;
+        u.tile[1] = blocks(p) + u.block;
+    }
+};
+// Units of down: consecutive tiles; those beyond the matrix repeat its last one and are not stored.
+template <int COUNT>
+struct DownUnits {
+    static constexpr int TILES = COUNT;
+    DEV i32 blocks(const Params& p) { return (p.hidden_size / TILE_ROWS + COUNT - 1) / COUNT; }
+    DEV i32 k_tiles(const Params& p) { return p.inter / TILE_K; }
+    DEV void locate(const Params& p, Unit<COUNT>& u) {
+        const u8* row = p.pool + (i64)u.entry.slot * p.stride;
+        u.m.codes = row + p.w2_codes;
+        u.m.scales = row + p.w2_scales;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) u.tile[i] = min(u.block * COUNT + i, p.hidden_size / TILE_ROWS - 1);
+    }
+};
+// The units of a block, one after the other, without a division for each.
+template <class Units>
+struct Walk {
+    i32 entries, entry, block;
+
+    __device__ __forceinline__ Walk(const Params& p, i32 entries) : entries(entries) {
+        const i32 blocks = Units::blocks(p);
+        entry = (i32)blockIdx.x / blocks;
+        block = (i32)blockIdx.x - entry * blocks;
+    }
+    __device__ __forceinline__ bool valid() const { return entry < entries; }
+    __device__ __forceinline__ void advance(const Params& p) {
+        const i32 blocks = Units::blocks(p);
+        block += gridDim.x;
+        if (block >= blocks) {
+            const i32 more = block < 4 * blocks ? 1 + (block >= 2 * blocks) + (block >= 3 * blocks) : block / blocks;
+            entry += more;
+            block -= more * blocks;
+        }
+    }
+    __device__ __forceinline__ Unit<Units::TILES> unit(const Params& p) const {
+        Unit<Units::TILES> u;
+        u.entry = p.entries[entry];
+        u.block = block;
+        u.m.k_tiles = Units::k_tiles(p);
+        Units::locate(p, u);
+        return u;
+    }
+};
+
+// A warp's stream of code groups through shared memory.
+template <class B, class Units>
+struct Ring {
+    typedef typename B::Codec Codec;
+    static constexpr int TILES = Units::TILES, WORDS = Codec::WORDS;
+    static constexpr int GROUPS = Codec::STAGE_BLOCKS / TILES > 0 ? Codec::STAGE_BLOCKS / TILES : 1; // of a stage
+    static constexpr int CODES = TILES * GROUPS * 512 * WORDS, STAGE = CODES + TILES * GROUPS * 64;
+
+    const Params& p;
+    const Share& share;
+    u8* stages;
+    i32 lane;
+    Walk<Units> ahead;
+    i32 next_base, turn;
+
+    __device__ __forceinline__ Ring(const Params& p, const Share& share, u8* shared, i32 warp, i32 lane,
+                                    const Walk<Units>& walk)
+        : p(p), share(share), stages(shared + warp * 2 * STAGE), lane(lane), ahead(walk), next_base(share.first),
+          turn(0) {
+        issue(0);
+    }
+
+    __device__ __forceinline__ void issue(i32 into) {
+        if (ahead.valid() && share.first < share.full) {
+            const Unit<TILES> u = ahead.unit(p);
+            u8* stage = stages + into * STAGE;
+            const i32 count = min(GROUPS, share.full - next_base);
+#pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                const u8* codes = Codec::Group::codes_of(u.m, u.tile[i], next_base) + lane * 16;
+                u8* to = stage + i * GROUPS * 512 * WORDS + lane * 16;
+#pragma unroll
+                for (int a = 0; a < GROUPS; a++)
+                    if (a < count)
+#pragma unroll
+                        for (int w = 0; w < WORDS; w++)
+                            copy_async(to + (a * WORDS + w) * 512, codes + (a * WORDS + w) * 512);
+            }
+            // The scales of a tile's groups lie together: four lanes a group.
+            constexpr int PIECES = GROUPS * 4;
+            const i32 which = lane / PIECES, piece = lane % PIECES;
+            if (which < TILES && piece < count * 4) {
+                i32 tile = u.tile[0];
+#pragma unroll
+                for (int i = 1; i < TILES; i++) tile = which == i ? u.tile[i] : tile;
+                copy_async(stage + CODES + (which * GROUPS * 4 + piece) * 16,
+                           Codec::Group::scales_of(u.m, tile, next_base) + piece * 16);
+            }
+            next_base += GROUPS;
+            if (next_base >= share.full) {
+                next_base = share.first;
+                ahead.advance(p);
+            }
+        }
+        copies_issued();
+    }
+
+    // Asks for the stage after the current one and waits for the current one.
+    __device__ __forceinline__ void arrive() {
+        issue(turn ^ 1);
+        copies_arrived<1>();
+        __syncwarp();
+    }
+    __device__ __forceinline__ void read(typename Codec::Group& g, int i, int a) const {
+        const u8* stage = stages + turn * STAGE;
+#pragma unroll
+        for (int w = 0; w < WORDS; w++)
+            *(uint4*)(g.q + 4 * w) = *(const uint4*)(stage + ((i * GROUPS + a) * WORDS + w) * 512 + lane * 16);
+        const u32* scales = (const u32*)(stage + CODES) + (i * GROUPS + a) * 16;
+        g.s0 = scales[lane >> 2];
+        g.s1 = scales[(lane >> 2) + 8];
+    }
+    __device__ __forceinline__ void done() { // before the stage is written again
+        __syncwarp();
+        turn ^= 1;
+    }
+};
+
+// One tile's group, `count` k-tiles of it.
+template <class B>
+DEV void multiply_group(const typename B::Codec::Group& w, const typename B::Activations& x, float acc[4],
+                        i32 count = GROUP_TILES) {
+    B::template tile<0>(w, x, acc);
+    if (count > 1) B::template tile<1>(w, x, acc);
+    if (count > 2) B::template tile<2>(w, x, acc);
+    if (count > 3) B::template tile<3>(w, x, acc);
+}
+
+// A last group of 1 to 3 k-tiles, straight from memory.
+template <class B, int TILES, class Source>
+DEV void multiply_tail(const Unit<TILES>& u, const Share& share, i32 lane, const Source& source,
+                       float acc[TILES][4]) {
+    if (share.full >= share.last) return;
+    source.ready();
+    typename B::Activations x;
+    source.load(x, share.full, u.m.k_tiles);
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        typename B::Codec::Group w;
+        w.load_tail(u.m, u.tile[i], share.full, lane);
+        multiply_group<B>(w, x, acc[i], u.m.k_tiles - share.full * GROUP_TILES);
+    }
+}
+
+// acc[i] += tile i of the unit x the activations, over this warp's part of K, through the ring.
+template <class B, class Units, class Source>
+DEV void multiply_streamed(Ring<B, Units>& ring, const Unit<Units::TILES>& u, const Share& share, i32 lane,
+                           const Source& source, float acc[Units::TILES][4]) {
+    constexpr int TILES = Units::TILES, GROUPS = Ring<B, Units>::GROUPS;
+    for (i32 base = share.first; base < share.full; base += GROUPS) {
+        ring.arrive();
+        if (base == share.first) source.ready();
+#pragma unroll 1
+        for (int a = 0; a < GROUPS; a++)
+            if (base + a < share.full) {
+                typename B::Activations x;
+                source.load(x, base + a, u.m.k_tiles);
+#pragma unroll
+                for (int i = 0; i < TILES; i++) {
+                    typename B::Codec::Group w;
+                    ring.read(w, i, a);
+                    multiply_group<B>(w, x, acc[i]);
+                }
+            }
+        ring.done();
+    }
+    multiply_tail<B, TILES>(u, share, lane, source, acc);
+}
+
+// The same straight from memory to registers: for rows of 16-bit numbers, long enough to hide their own latency.
+template <class B, class Units, class Source>
+DEV void multiply_direct(const Unit<Units::TILES>& u, const Share& share, i32 lane, const Source& source,
+                         float acc[Units::TILES][4]) {
+    constexpr int TILES = Units::TILES;
+    for (i32 group = share.first; group < share.full; group++) {
+        typename B::Codec::Group w[TILES];
+#pragma unroll
+        for (int i = 0; i < TILES; i++) w[i].load(u.m, u.tile[i], group, lane);
+        source.ready();
+        typename B::Activations x;
+        source.load(x, group, u.m.k_tiles);
+#pragma unroll
+        for (int i = 0; i < TILES; i++) multiply_group<B>(w[i], x, acc[i]);
+    }
+    multiply_tail<B, TILES>(u, share, lane, source, acc);
+}
+
+// How a unit is multiplied: through a ring where rows are packed.
+template <class B, class Units, bool STREAMED = B::Codec::SCALED>
+struct Multiplier {
+    Ring<B, Units> ring;
+    __device__ __forceinline__ Multiplier(const Params& p, const Share& share, u8* shared, i32 warp, i32 lane,
+                                          const Walk<Units>& walk)
+        : ring(p, share, shared, warp, lane, walk) {}
+    template <class Source>
+    __device__ __forceinline__ void run(const Unit<Units::TILES>& u, const Share& share, i32 lane,
+                                        const Source& source, float acc[Units::TILES][4]) {
+        multiply_streamed<B, Units>(ring, u, share, lane, source, acc);
+    }
+};
+template <class B, class Units>
+struct Multiplier<B, Units, false> {
+    __device__ __forceinline__ Multiplier(const Params&, const Share&, u8*, i32, i32, const Walk<Units>&) {}
+    template <class Source>
+    __device__ __forceinline__ void run(const Unit<Units::TILES>& u, const Share& share, i32 lane,
+                                        const Source& source, float acc[Units::TILES][4]) {
+        multiply_direct<B, Units>(u, share, lane, source, acc);
+    }
+};
+
+// The warps' partial sums, and their total in order. place = register * 32 + lane.
+template <int TILES>
+DEV void exchange(float (*shared)[TILES][128], const float acc[TILES][4], i32 warp, i32 lane) {
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+#pragma unroll
+        for (int r = 0; r < 4; r++) shared[warp][i][r * 32 + lane] = acc[i][r];
+}
+template <int TILES>
+DEV float sum_of_warps(float (*shared)[TILES][128], i32 tile, i32 place) {
+    float sum = shared[0][tile][place];
+#pragma unroll
+    for (int w = 1; w < DECODE_WARPS; w++) sum = __fadd_rn(sum, shared[w][tile][place]);
+    return sum;
+}
+
+extern __shared__ __align__(16) u8 ring_memory[];
+
+template <class B>
+DEV void gate_up_decode(const Params& p) {
+    typedef GateUpUnits Units;
+    __shared__ float shared[2][DECODE_WARPS][2][128];
+    wait_for_previous();
+    let_next_start();
+    const i32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    const Share share(Units::k_tiles(p), warp);
+    Walk<Units> walk(p, *p.entry_count);
+    Multiplier<B, Units> multiplier(p, share, ring_memory, warp, lane, walk);
+    i32 turn = 0;
+    for (; walk.valid(); walk.advance(p), turn ^= 1) {
+        const Unit<2> u = walk.unit(p);
+        float acc[2][4] = {};
+        typename B::Input source(p, u.entry, lane);
+        multiplier.run(u, share, lane, source, acc);
+        exchange<2>(shared[turn], acc, warp, lane);
+        __syncthreads();
+        if (tid < 128) { // register tid / 32 of lane tid % 32
+            const i32 r = tid >> 5, token = (lane & 3) * 2 + (r & 1), line = (lane >> 2) + 8 * (r >> 1);
+            u32 amax = 0;
+            i32 pair = 0;
+            if (token < u.entry.count) {
+                pair = p.pairs[u.entry.begin + token];
+                const float scale = B::input_scale(p, pair / p.top_k);
+                const float gate = sum_of_warps<2>(shared[turn], 0, tid) * scale;
+                const float up = sum_of_warps<2>(shared[turn], 1, tid) * scale;
+                amax = B::store_hidden(p, pair, u.block * TILE_ROWS + line, swiglu(gate, up, p.limit));
+            }
+            if (B::NEEDS_AMAX) { // the lanes of one token are 4 apart
+                amax = max(amax, __shfl_xor_sync(~0u, amax, 4));
+                amax = max(amax, __shfl_xor_sync(~0u, amax, 8));
+                amax = max(amax, __shfl_xor_sync(~0u, amax, 16));
+                if (lane < 4 && token < u.entry.count) atomicMax(&p.hidden_amax[pair], amax);
+            }
+        }
+    }
+}
+
+template <class B>
+DEV void down_decode(const Params& p) {
+    typedef DownUnits<B::Codec::DOWN_TILES> Units;
+    constexpr int TILES = Units::TILES;
+    __shared__ float shared[2][DECODE_WARPS][TILES][128];
+    const i32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    // The list of work is older than the kernel before this one, whose blocks had all waited for it; so weights may
+    // be asked for while that kernel still runs. `Hidden` waits before it reads what that kernel writes.
+    const Share share(Units::k_tiles(p), warp);
+    Walk<Units> walk(p, *p.entry_count);
+    Multiplier<B, Units> multiplier(p, share, ring_memory, warp, lane, walk);
+    bool waited = false;
+    i32 turn = 0;
+    for (; walk.valid(); walk.advance(p), turn ^= 1) {
+        const Unit<TILES> u = walk.unit(p);
+        float acc[TILES][4] = {};
+        typename B::Hidden source(p, u.entry, lane, waited);
+        multiplier.run(u, share, lane, source, acc);
+        if (!waited) { // a warp that has no part of K
+            wait_for_previous();
+            waited = true;
+        }
+        let_next_start();
+        exchange<TILES>(shared[turn], acc, warp, lane);
+        __syncthreads();
+#pragma unroll
+        for (int half = 0; half < TILES / 2; half++) {
+            const i32 i = half * 2 + (tid >> 7), place = tid & 127, r = place >> 5;
+            const i32 token = (lane & 3) * 2 + (r & 1), line = (lane >> 2) + 8 * (r >> 1);
+            const i32 row = (u.block * TILES + i) * TILE_ROWS + line;
+            if (token < u.entry.count && row < p.hidden_size) {
+                const i32 pair = p.pairs[u.entry.begin + token];
+                p.partial[(i64)pair * p.hidden_size + row] =
+                    sum_of_warps<TILES>(shared[turn], i, place) * B::hidden_scale(p, pair);
+            }
+        }
+    }
+    if (!waited) wait_for_previous();
+}

@@ -1,0 +1,274 @@
+// From a layer's routing to a list of work, and the activations as the matrix instructions want them. Block 0 makes the
+// list; block 1 + t prepares token t.
+#pragma once
+#include "params.cuh"
+
+DEV i32 expert_of(const Params& p, i32 pair) {
+    i64 id = p.ids_are_64 ? ((const i64*)p.ids)[pair] : (i64)((const i32*)p.ids)[pair];
+    return id < 0 || id >= p.experts ? -1 : (i32)id;
+}
+
+DEV bool is_prefill(const Params& p, i32 pair) { return p.prefill != nullptr && p.prefill[pair / p.top_k]; }
+
+// Up to 256 pairs, one thread each. An entry holds up to 8 pairs of one expert, at 8 * its number.
+DEV void route_small(const Params& p) {
+    __shared__ i32 expert[256];
+    __shared__ i32 rank[256];
+    __shared__ u32 starts[8];
+    __shared__ i32 missing, invalid;
+    const i32 tid = threadIdx.x, lane = tid & 31, pairs = p.tokens * p.top_k;
+    const bool live = tid < live_tokens(p) * p.top_k;
+    const i32 e = live ? expert_of(p, tid) : -1;
+    const i32 slot = e >= 0 ? p.slots[e] : -1;
+    expert[tid] = e;
+    if (tid == 0) missing = invalid = 0;
+    if (p.mode == WHOLE && p.counts && p.first == 0)
+        for (i32 i = tid; i < p.experts * 2; i += blockDim.x) p.counts[i] = 0;
+    __syncthreads();
+
+    i32 before = 0, all = 0, decode = 0;
+    for (i32 q = 0; q < pairs; q++) {
+        const bool same = expert[q] == e;
+        before += same && q < tid;
+        all += same;
+        decode += same && !is_prefill(p, q);
+    }
+    rank[tid] = before;
+    const bool start = slot >= 0 && before % 8 == 0;
+    const u32 ballot = __ballot_sync(~0u, start);
+    if (lane == 0) starts[tid >> 5] = ballot;
+    if (p.mode == WHOLE) {
+        if (e >= 0 && before == 0 && p.counts) {
+            p.counts[2 * e] += all; // later parts of a batch add to the first one's
+            p.counts[2 * e + 1] += decode;
+        }
+        if (e >= 0 && slot < 0) atomicAdd(&missing, 1);
+        if (live && e < 0) atomicAdd(&invalid, 1);
+    }
+    __syncthreads();
+
+    if (slot >= 0) {
+        // The pair that starts this pair's entry, and the number of entries before that.
+        i32 opener = tid;
+        for (i32 q = 0; q < tid; q++)
+            if (expert[q] == e && rank[q] == (before & ~7)) opener = q;
+        i32 entry = __popc(starts[opener >> 5] & ((1u << (opener & 31)) - 1));
+        for (i32 w = 0; w < (opener >> 5); w++) entry += __popc(starts[w]);
+        p.pairs[entry * 8 + (before & 7)] = tid;
+        if (start) p.entries[entry] = Entry{slot, entry * 8, min(8, all - before), e};
+    }
+    if (tid < pairs) {
+        if (p.mode == WHOLE || slot >= 0) p.done[tid] = slot >= 0;
+        if (p.mode == WHOLE || slot >= 0) p.hidden_amax[tid] = 0;
+    }
+    if (tid == 0) {
+        i32 n = 0;
+        for (i32 w = 0; w < 8; w++) n += __popc(starts[w]);
+        *p.entry_count = n;
+        if (p.mode == WHOLE && p.tally) {
+            if (missing) atomicAdd(&p.tally[0], missing);
+            if (invalid) atomicAdd(&p.tally[1], invalid);
+        }
+    }
+}
+
+constexpr i32 ROUTE_WARPS = 32;
+constexpr i32 MAX_EXPERTS = 1024;
+constexpr i32 PREFILL_PAIRS = 64; // pairs of an entry
+
+// Any number of pairs, one block of 1024 threads: a stable counting sort by expert. Warp w owns the w-th part of the
+// pairs; `cursor[e]` of a warp is where it writes its next pair of expert e.
+DEV void route_large(const Params& p, i32* shared) {
+    i32* cursor = shared;                                  // [warps][experts] counts, then write positions
+    i32* total = cursor + ROUTE_WARPS * p.experts;         // [experts] all pairs
+    i32* decode = total + p.experts;                       // [experts] pairs of tokens that are not prefill
+    i32* slot_of = decode + p.experts;                     // [experts]
+    i32* entry_at = slot_of + p.experts;                   // [experts] number of the first entry
+    i32* begin_at = entry_at + p.experts;                  // [experts] first position
+    __shared__ i32 missing, invalid;
+    const i32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, threads = ROUTE_WARPS * 32;
+    const i32 pairs = p.tokens * p.top_k, live = live_tokens(p) * p.top_k;
+    const i32 share = (((pairs + ROUTE_WARPS - 1) / ROUTE_WARPS) + 31) & ~31;
+    for (i32 i = tid; i < (ROUTE_WARPS + 2) * p.experts; i += threads) cursor[i] = 0;
+    for (i32 e = tid; e < p.experts; e += threads) slot_of[e] = p.slots[e];
+    if (tid == 0) missing = invalid = 0;
+    __syncthreads();
+
+    for (i32 i = warp * share + lane; i < min((warp + 1) * share, live); i += 32) {
+        const i32 e = expert_of(p, i);
+        if (e < 0) {
+            atomicAdd(&invalid, 1);
+            continue;
+        }
+        atomicAdd(&cursor[warp * p.experts + e], 1);
+        if (!is_prefill(p, i)) atomicAdd(&decode[e], 1);
+    }
+    __syncthreads();
+    for (i32 e = tid; e < p.experts; e += threads) { // counts to offsets within the expert
+        i32 sum = 0;
+        for (i32 w = 0; w < ROUTE_WARPS; w++) {
+            const i32 n = cursor[w * p.experts + e];
+            cursor[w * p.experts + e] = sum;
+            sum += n;
+        }
+        total[e] = sum;
+        if (p.mode == WHOLE && p.counts) {
+            p.counts[2 * e] = sum + (p.first ? p.counts[2 * e] : 0);
+            p.counts[2 * e + 1] = decode[e] + (p.first ? p.counts[2 * e + 1] : 0);
+        }
+        if (slot_of[e] < 0 && sum) atomicAdd(&missing, sum);
+    }
+    __syncthreads();
+    if (warp == 0) { // resident experts in ascending order: where each begins
+        i32 position = 0, entries = 0;
+        for (i32 base = 0; base < p.experts; base += 32) {
+            const i32 e = base + lane;
+            const i32 n = e < p.experts && slot_of[e] >= 0 ? total[e] : 0;
+            const i32 m = (n + PREFILL_PAIRS - 1) / PREFILL_PAIRS;
+            i32 n_sum = n, m_sum = m;
+            for (i32 d = 1; d < 32; d <<= 1) {
+                const i32 a = __shfl_up_sync(~0u, n_sum, d), b = __shfl_up_sync(~0u, m_sum, d);
+                if (lane >= d) n_sum += a, m_sum += b;
+            }
+            if (e < p.experts) {
+                begin_at[e] = position + n_sum - n;
+                entry_at[e] = entries + m_sum - m;
+            }
+            position += __shfl_sync(~0u, n_sum, 31);
+            entries += __shfl_sync(~0u, m_sum, 31);
+        }
+        if (lane == 0) {
+            *p.entry_count = entries;
+            if (p.mode == WHOLE && p.tally) {
+                if (missing) atomicAdd(&p.tally[0], missing);
+                if (invalid) atomicAdd(&p.tally[1], invalid);
+            }
+        }
+    }
+    __syncthreads();
+    for (i32 e = tid; e < p.experts; e += threads)
+        if (slot_of[e] >= 0)
+            for (i32 i = 0; i * PREFILL_PAIRS < total[e]; i++)
+                p.entries[entry_at[e] + i] = Entry{slot_of[e], begin_at[e] + i * PREFILL_PAIRS,
+                                                   min(PREFILL_PAIRS, total[e] - i * PREFILL_PAIRS), e};
+    // Second look at the pairs, 32 at a time and in order, so that the sort is stable.
+    for (i32 i = warp * share + lane; i < (warp + 1) * share; i += 32) {
+        const i32 e = i < live ? expert_of(p, i) : -1;
+        const bool resident = e >= 0 && slot_of[e] >= 0;
+        const u32 same = __match_any_sync(~0u, e);
+        if (resident) {
+            const i32 at = begin_at[e] + cursor[warp * p.experts + e] + __popc(same & ((1u << lane) - 1));
+            p.pairs[at] = i;
+        }
+        if (i < pairs && (p.mode == WHOLE || resident)) {
+            p.done[i] = resident;
+            p.hidden_amax[i] = 0;
+        }
+        __syncwarp();
+        if (resident && lane == 31 - __clz(same)) cursor[warp * p.experts + e] += __popc(same);
+        __syncwarp();
+    }
+}
+
+DEV void forget_pairs(const Params& p) {
+    for (i32 i = threadIdx.x; i < p.tokens * p.top_k; i += blockDim.x) p.done[i] = 0;
+}
+
+// The largest magnitude of a row, as bits; every thread gets it. Bits of magnitudes order as the magnitudes do, and
+// NaN comes above all.
+DEV u32 block_amax(u32 bits) {
+    __shared__ u32 part[32];
+    bits = __reduce_max_sync(~0u, bits);
+    if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = bits;
+    __syncthreads();
+    bits = 0;
+    for (u32 w = 0; w < blockDim.x >> 5; w++) bits = max(bits, part[w]);
+    return bits;
+}
+
+DEV u32 magnitude(float v) { return __float_as_uint(v) & 0x7FFFFFFFu; }
+
+// Eight activations that belong to lane t of k-tile kt, as floats: k = 4 t .. 4 t + 3 and 16 more.
+template <class Io>
+DEV void load_eight(const u16* row, i32 chunk, float v[8]) {
+    const u16* at = row + (chunk >> 2) * TILE_K + (chunk & 3) * 4;
+    const uint2 a = *(const uint2*)at, b = *(const uint2*)(at + 16);
+    v[0] = Io::low(a.x), v[1] = Io::high(a.x), v[2] = Io::low(a.y), v[3] = Io::high(a.y);
+    v[4] = Io::low(b.x), v[5] = Io::high(b.x), v[6] = Io::low(b.y), v[7] = Io::high(b.y);
+}
+
+// Token t as f16, scaled by a power of two so that neither its largest nor its small values are lost.
+template <class Io>
+DEV void prepare_f16(const Params& p, i32 t) {
+    const u16* row = (const u16*)p.x + (i64)t * p.hidden_size;
+    uint4* out = (uint4*)((u16*)p.activations + (i64)t * p.hidden_size);
+    float v[8];
+    u32 amax = 0;
+    for (i32 c = threadIdx.x; c < p.hidden_size / 8; c += blockDim.x) {
+        load_eight<Io>(row, c, v);
+#pragma unroll
+        for (int i = 0; i < 8; i++) amax = max(amax, magnitude(v[i]));
+    }
+    amax = block_amax(amax);
+    const PowerOfTwo s = scale_to_f16(amax);
+    for (i32 c = threadIdx.x; c < p.hidden_size / 8; c += blockDim.x) {
+        load_eight<Io>(row, c, v);
+        out[c] = make_uint4(pack_f16(v[1] * s.up, v[3] * s.up), pack_f16(v[0] * s.up, v[2] * s.up),
+                            pack_f16(v[5] * s.up, v[7] * s.up), pack_f16(v[4] * s.up, v[6] * s.up));
+    }
+    if (threadIdx.x == 0) p.activation_scale[t] = __float_as_uint(s.down);
+}
+
+#if defined(HAS_MX)
+// MXFP8 (OCP Microscaling Formats v1.0): per 32 along K a shared exponent floor(log2(amax)) - 8, elements E4M3, round
+// to nearest even, saturating. A block of zeros, and one too small, gets the smallest scale that E8M0 has; one with
+// infinity or NaN gets NaN.
+DEV u32 mx_scale(u32 amax_bits) {
+    const i32 exponent = (i32)(amax_bits >> 23);
+    if (exponent == 255) return 255;
+    return exponent <= 8 ? 0 : exponent - 8;
+}
+DEV u32 e4m3x4(float a, float b, float c, float d) {
+    u32 v;
+    asm("{.reg .b16 l,h; cvt.rn.satfinite.e4m3x2.f32 l,%2,%1; cvt.rn.satfinite.e4m3x2.f32 h,%4,%3; mov.b32 %0,{l,h};}"
+        : "=r"(v)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return v;
+}
+// Eight values of lane t of a k-tile to E4M3; the four lanes t of a tile are neighbours and call together.
+DEV uint2 quantize_mx(const float v[8], u32& scale) {
+    u32 amax = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) amax = max(amax, magnitude(v[i]));
+    amax = max(amax, __shfl_xor_sync(~0u, amax, 1));
+    amax = max(amax, __shfl_xor_sync(~0u, amax, 2));
+    scale = mx_scale(amax);
+    // 2^(127 - scale), in two steps since it may be subnormal or too large for one.
+    const i32 shift = 127 - (i32)scale;
+    const float once = __uint_as_float((u32)(127 + shift / 2) << 23);
+    const float rest = __uint_as_float((u32)(127 + shift - shift / 2) << 23);
+    float s[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) s[i] = scale == 255 ? v[i] : v[i] * once * rest;
+    return make_uint2(e4m3x4(s[0], s[1], s[2], s[3]), e4m3x4(s[4], s[5], s[6], s[7]));
+}
+
+template <class Io>
+DEV void prepare_mx(const Params& p, i32 t) {
+    const u16* row = (const u16*)p.x + (i64)t * p.hidden_size;
+    const i32 chunks = p.hidden_size / 8, words = (p.hidden_size + 127) / 128;
+    uint2* out = (uint2*)((u8*)p.activations + (i64)t * p.hidden_size);
+    u8* scales = (u8*)(p.activation_scale + (i64)t * words);
+    for (i32 base = 0; base < chunks; base += blockDim.x) {
+        const i32 c = base + threadIdx.x;
+        float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        if (c < chunks) load_eight<Io>(row, c, v);
+        u32 scale;
+        const uint2 q = quantize_mx(v, scale);
+        if (c < chunks) {
+            out[c] = q;
+            if ((c & 3) == 0) scales[c >> 2] = (u8)scale;
+        }
+    }
+}
+#endif
