@@ -15,8 +15,9 @@ from ziggurat.kernels.formats import E4M3_VALUES, E8M0_VALUES, F64, U8
 
 BLOCK: Final = 32
 _E4M3_MAX_EXPONENT: Final = 8
-_E4M3_LARGEST: Final = 0x7E
 _NAN_SCALE: Final = 255
+#: Between each two neighbours among E4M3's 127 magnitudes.
+_MIDPOINTS: Final[F64] = (E4M3_VALUES[:126] + E4M3_VALUES[1:127]) / 2
 
 F32 = npt.NDArray[np.float32]
 
@@ -42,14 +43,10 @@ def quantize_mxfp8(x: F32) -> tuple[U8, U8]:
 def e4m3_codes(values: F64) -> U8:
     """E4M3 codes uint8 of float64 numbers: nearest, ties to even, saturating at 448 (infinity too); NaN is 0x7F."""
     magnitudes = np.abs(values)
-    # The distance of neighbours is 2^-3 of a number's power of two, and below 2^-6 always 2^-9.
-    exponent = np.maximum(np.frexp(np.where(np.isfinite(magnitudes), magnitudes, 0.0))[1] - 1, -6)
-    with np.errstate(invalid="ignore"):
-        steps = np.rint(np.ldexp(np.minimum(magnitudes, 512.0), 3 - exponent))  # 8..16 where normal, else 0..8
-    with np.errstate(invalid="ignore"):
-        codes = np.minimum(((exponent + 6) << 3) + np.nan_to_num(steps).astype(np.int64), _E4M3_LARGEST)
-    codes = np.where(magnitudes > E4M3_VALUES[_E4M3_LARGEST], _E4M3_LARGEST, codes)
-    codes = np.where(np.isnan(values), 0x7F, codes)
+    lower = np.searchsorted(_MIDPOINTS, magnitudes, "left")
+    upper = np.searchsorted(_MIDPOINTS, magnitudes, "right")
+    codes = lower + (lower & (upper - lower))  # the two differ on a midpoint only; then the even one
+    codes[np.isnan(values)] = 0x7F
     signs: U8 = np.signbit(values).astype(np.uint8) << 7
     return signs | codes.astype(np.uint8)
 

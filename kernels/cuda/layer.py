@@ -93,12 +93,16 @@ class CudaLayerKernels:
                 f"{codec} experts need {wanted} activations on a GPU, not {dtype}: set --dtype accordingly"
             )
         if not 1 <= experts <= 1024 or not 1 <= top_k <= experts:
-            raise LayerError(f"{experts} experts with top-{top_k}: at most 1024 experts, of which a token uses 1 or more")
+            raise LayerError(
+                f"{experts} experts with top-{top_k}: at most 1024 experts, of which a token uses 1 or more"
+            )
         self.geometry = geometry
         self.experts = experts
         self.top_k = top_k
         self.dtype = dtype
-        self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        self.device = torch.device(
+            "cuda", device.index if device.index is not None else torch.cuda.current_device()
+        )
         self.max_tokens = max_tokens
         index = self.device.index
         self.mx = (driver.capability(index)[0] == 12 and codec != "bf16") if mx is None else mx
@@ -117,7 +121,9 @@ class CudaLayerKernels:
         gemm = f"{codec}_{io}{tail}"
         multiprocessors = driver.attribute(index, "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT")
 
-        def shape(kind: str, route_kind: str, threads: int, route_threads: int, route_shared: int, shared: int) -> _Shape:
+        def shape(
+            kind: str, route_kind: str, threads: int, route_threads: int, route_shared: int, shared: int
+        ) -> _Shape:
             gate_up = source.kernel(f"gate_up_{kind}_{gemm}", index)
             down = source.kernel(f"down_{kind}_{gemm}", index)
             router = source.kernel(f"route_{route_kind}_{route}", index)
@@ -225,7 +231,13 @@ class CudaLayerKernels:
         self._route(self._shape(x.shape[0]), x.shape[0])
 
     def add(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor, *, slots: torch.Tensor, pool: torch.Tensor
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        live: torch.Tensor,
+        *,
+        slots: torch.Tensor,
+        pool: torch.Tensor,
     ) -> None:
         """Compute the experts that have a slot in `slots`; each expert in exactly one chunk."""
         p = self._params
@@ -297,7 +309,9 @@ class CudaLayerKernels:
             (shape.gate_up, shape.gate_up_blocks, units[0]),
             (shape.down, shape.down_blocks, units[1]),
         ):
-            kernel.launch(min(blocks, most_units), threads, self._params, shared=shape.gemm_shared, dependent=True)
+            kernel.launch(
+                min(blocks, most_units), threads, self._params, shared=shape.gemm_shared, dependent=True
+            )
 
     def _sum(self, out: torch.Tensor, first: int, count: int) -> None:
         if count == 0:

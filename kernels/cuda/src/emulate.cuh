@@ -27,8 +27,9 @@ MX_FUNCTION MxFactor mx_e4m3(u32 byte) {
     return MxFactor{byte & 0x80u ? -number : number, (field ? field : 1) - 7 - 3, (byte & 0x7Fu) == 0x7Fu, false};
 }
 
-// number * 2^shift, cut off toward zero; |number| < 2^24, and what is used of it fits.
+// number * 2^shift, cut off toward zero. |number| < 2^24, and only a zero is ever shifted far to the left.
 MX_FUNCTION i64 mx_shifted(i64 number, int shift) {
+    if (number == 0) return 0;
     const i64 size = number < 0 ? -number : number;
     const i64 moved = shift >= 0 ? size << shift : (shift > -64 ? size >> -shift : 0);
     return number < 0 ? -moved : moved;
