@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-__all__ = ["HostArena"]
+__all__ = ["HostArena", "MakeArena"]
 
 
 class HostArena(Protocol):
@@ -36,8 +37,16 @@ class HostArena(Protocol):
     def tensor(self) -> torch.Tensor:
         """All places: u8 `[places, stride]` on the host, the same memory as the views. ClosedError once closed."""
 
+    @property
+    def device_pointer(self) -> int | None:
+        """Address of place 0 for kernels, `stride` bytes a place; None if devices cannot read this memory."""
+
     def view(self, place: int) -> memoryview:
         """The writable bytes of one place. PlaceError if there is no such place, ClosedError once closed."""
 
     def close(self) -> None:
         """Gives the memory back once no view of it is left. Closing twice does nothing."""
+
+
+MakeArena = Callable[[int, int], HostArena]
+"""Makes an arena of so many places of so many bytes: what arenas are wrapped by, since they allocate when made."""

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-__all__ = ["AllocationError", "AllocatorError", "ClosedError", "GeometryError", "PlaceError", "RowError"]
+from collections.abc import Mapping
+
+__all__ = [
+    "AllocationError",
+    "AllocatorError",
+    "ClosedError",
+    "CudaError",
+    "GeometryError",
+    "NumaError",
+    "NumaPlacementError",
+    "PageLockError",
+    "PlaceError",
+    "RowError",
+]
 
 
 class AllocatorError(Exception):
@@ -35,3 +48,53 @@ class RowError(AllocatorError, ValueError):
 
 class ClosedError(AllocatorError):
     """An arena or pool was used after `close()`."""
+
+
+class PageLockError(AllocatorError):
+    """Memory that could not be locked and mapped. `wanted` and `locked` are bytes: of the range, and before it.
+
+    Everything that had been locked before is unlocked again when this is raised.
+    """
+
+    def __init__(self, what: str, wanted: int, locked: int, reason: str, advice: str) -> None:
+        super().__init__(f"{what}: {wanted} bytes could not be locked after {locked}: {reason}; {advice}")
+        self.what, self.wanted, self.locked, self.reason, self.advice = what, wanted, locked, reason, advice
+
+    def __reduce__(self) -> tuple[type[PageLockError], tuple[str, int, int, str, str]]:
+        return (type(self), (self.what, self.wanted, self.locked, self.reason, self.advice))
+
+
+class NumaError(AllocatorError):
+    """A NUMA node that memory cannot be bound to, or a kernel that does not say where pages lie."""
+
+
+class NumaPlacementError(NumaError):
+    """Pages that lie elsewhere than on the node they were bound to.
+
+    `pages` counts the sampled pages by node; a page that is not in memory counts under None.
+    """
+
+    def __init__(self, what: str, node: int, pages: Mapping[int | None, int]) -> None:
+        self.what, self.node, self.pages = what, node, dict(pages)
+        found = ", ".join(
+            f"{count} not in memory" if where is None else f"{count} on node {where}"
+            for where, count in sorted(self.pages.items(), key=lambda one: (one[0] is None, one[0] or 0))
+        )
+        super().__init__(
+            f"{what}: bound to NUMA node {node}, but of {sum(self.pages.values())} sampled pages {found};"
+            " free memory on that node, or set tiers.host.numa to another node or to none"
+        )
+
+    def __reduce__(self) -> tuple[type[NumaPlacementError], tuple[str, int, dict[int | None, int]]]:
+        return (type(self), (self.what, self.node, self.pages))
+
+
+class CudaError(AllocatorError):
+    """A call of the CUDA driver that failed. `code` is its CUresult, None if there is no driver to call."""
+
+    def __init__(self, call: str, code: int | None, text: str) -> None:
+        super().__init__(f"{call}: {text}" if code is None else f"{call}: {text} (error {code})")
+        self.call, self.code, self.text = call, code, text
+
+    def __reduce__(self) -> tuple[type[CudaError], tuple[str, int | None, str]]:
+        return (type(self), (self.call, self.code, self.text))

@@ -17,6 +17,7 @@ __all__ = ["CgroupLimit", "HostLimits"]
 _CAP_IPC_LOCK = 14  # linux/capability.h
 # cgroup v1 writes "no limit" as the largest multiple of the page size that its counter holds.
 _V1_UNLIMITED = 1 << 62
+_GROWING = ("virtio_mem", "virtio_balloon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class HostLimits:
     """Limits of host memory in bytes. None means unknown for memory, no limit for the others.
 
     `cgroup` is the group with the least headroom among the process's own and all that enclose it.
-    `memlock_exempt`: the process may lock memory above the limit (CAP_IPC_LOCK).
+    `memlock_exempt`: the process may lock memory above the limit (CAP_IPC_LOCK). `memory_may_grow`: this is a virtual
+    machine whose host can add or return memory, so that total and available may read low until memory is used.
     """
 
     memory_total: int | None
@@ -52,6 +54,7 @@ class HostLimits:
     memlock_soft: int | None
     memlock_hard: int | None
     memlock_exempt: bool
+    memory_may_grow: bool = False
 
     @classmethod
     def read(cls, root: Path = Path("/")) -> HostLimits:
@@ -68,6 +71,9 @@ class HostLimits:
             memlock_soft=None if soft == resource.RLIM_INFINITY else soft,
             memlock_hard=None if hard == resource.RLIM_INFINITY else hard,
             memlock_exempt=bool(_capabilities(root / "proc/self/status") >> _CAP_IPC_LOCK & 1),
+            memory_may_grow=any(
+                any((root / "sys/bus/virtio/drivers" / driver).glob("virtio[0-9]*")) for driver in _GROWING
+            ),
         )
 
     @property

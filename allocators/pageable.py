@@ -17,6 +17,7 @@ class PageableArena:
     """
 
     kind = "pageable"
+    device_pointer: int | None = None
 
     def __init__(self, places: int, stride: int) -> None:
         self._rows = PageRows("host arena", places, stride)

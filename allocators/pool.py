@@ -37,9 +37,17 @@ class DevicePool(Protocol):
     def write(self, slots: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """Copies host row `rows[i]` (u8 `[n]`, 1 <= n <= stride) to slot `slots[i]`, for every i.
 
-        On return, work that is issued to the device later sees all rows. Raises PlaceError for a slot that does not
-        exist or is named twice, RowError for a row that does not fit; nothing is written then.
+        The copies come after everything that is on the device's current stream now. They may still be under way when
+        this returns: call `ready()` before work that reads the slots, `drain()` before the host changes the rows. The
+        rows' memory is kept alive until then. Raises PlaceError for a slot that does not exist or is named twice,
+        RowError for a row that does not fit; nothing is written then.
         """
+
+    def ready(self) -> None:
+        """Work that is put on the device's current stream from now on sees all rows. Does not block the host."""
+
+    def drain(self) -> None:
+        """Blocks the host until every row is in its slot: then the rows' memory may change or go."""
 
     def row(self, slot: int) -> torch.Tensor:
         """Slot `slot`: u8 `[stride]`, a view of `tensor`. PlaceError if there is no such slot."""
@@ -95,6 +103,12 @@ class CpuPool:
         check_write(slots, rows, count=self.slots, stride=self.stride)
         for slot, row in zip(slots, rows, strict=True):
             tensor[slot, : row.numel()].copy_(row)
+
+    def ready(self) -> None:
+        """Nothing to do: `write` returns when the rows are there."""
+
+    def drain(self) -> None:
+        """Nothing to do, as for `ready`."""
 
     def row(self, slot: int) -> torch.Tensor:
         if not 0 <= slot < self.slots:

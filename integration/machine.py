@@ -6,22 +6,35 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ziggurat.allocators.disk import DiskFacts
+from ziggurat.allocators.errors import NumaError
 from ziggurat.allocators.limits import HostLimits
+from ziggurat.allocators.memlock_trial import registration_counts
+from ziggurat.allocators.topology import Gpu, GpuSurvey, choose_node, gpus, numa_nodes, visible_gpus
+from ziggurat.integration.device import resolve_device
 from ziggurat.residency.budget import MachineLimits
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.errors import ConfigError
+from ziggurat.residency.sizes import format_bytes
 from ziggurat.stores.pack import BUILDING_SUFFIX
 
+__all__ = ["machine_limits"]
 
-def machine_limits(config: TiersConfig, packs: Iterable[Path]) -> MachineLimits:
+
+def machine_limits(
+    config: TiersConfig,
+    packs: Iterable[Path],
+    *,
+    tp_size: int = 1,
+    rank: int | None = None,
+    workspace: int = 0,
+) -> MachineLimits:
     """What the machine has left now. `packs`: where the pack of each rank is or will be.
 
-    Raises ConfigError for a device that no pool is built for yet and for a pack folder that cannot be looked at.
+    rank: look at the device of this rank of `tp_size` alone, None at those of all. workspace: bytes of a device that
+    kernels take beside the pool. Makes no CUDA context. Raises ConfigError for a device or NUMA node that is not here
+    and for a pack folder that cannot be looked at.
     """
-    if config.tiers.device.device not in ("auto", "cpu"):
-        raise ConfigError(
-            f"tiers.device.device: there is no pool for {config.tiers.device.device} yet; set it to auto or cpu"
-        )
+    device = resolve_device(config.tiers.device.device, tp_size)
     host = HostLimits.read()
     try:
         disk = DiskFacts.probe(config.tiers.disk.path)
@@ -34,14 +47,80 @@ def machine_limits(config: TiersConfig, packs: Iterable[Path]) -> MachineLimits:
             built += 1
         elif unfinished.is_file():
             building += unfinished.stat().st_blocks * 512  # the file has its full size from the start
+    cuda = None if device == "cpu" else _Cuda(config, device, tp_size, rank, host)
     return MachineLimits(
-        device="cpu",
+        device=device if cuda is None else cuda.device,
         memory_available=host.memory_available,
+        memory_may_grow=host.memory_may_grow,
         cgroup_headroom=None if host.cgroup is None else host.cgroup.headroom,
-        memlock=host.memlock,
+        memlock=host.memlock if cuda is None else cuda.memlock,
+        device_free=None if cuda is None else cuda.free,
+        device_workspace=0 if cuda is None else workspace,
+        nodes=() if cuda is None else cuda.nodes,
+        node_available=() if cuda is None else cuda.node_available,
+        notes=() if cuda is None else tuple(cuda.notes),
         disk_free=disk.free,
         disk_writable=disk.writable,
         packs_built=built,
         packs_building=building,
         direct_io=disk.direct_io,
     )
+
+
+class _Cuda:
+    """The limits that matter where the pool is on GPUs."""
+
+    def __init__(
+        self, config: TiersConfig, device: str, tp_size: int, rank: int | None, host: HostLimits
+    ) -> None:
+        self.notes: list[str] = []
+        survey = gpus()
+        first = int(device.removeprefix("cuda:"))
+        self.device = device if rank is None else f"cuda:{first + rank}"
+        used = [_at(visible_gpus(survey), first + one) for one in range(tp_size)]
+        self.free = self._free(survey, used if rank is None else [used[rank]])
+        self.nodes = self._nodes(config, used)
+        self.node_available = _node_available()
+        self.memlock = self._memlock(host)
+
+    def _free(self, survey: GpuSurvey, used: list[Gpu | None]) -> int | None:
+        known = [gpu.memory_free for gpu in used if gpu is not None]
+        if len(known) < len(used):
+            reason = survey.reason or "CUDA_VISIBLE_DEVICES names something else than whole GPUs"
+            self.notes.append(f"device memory is not checked: {reason}")
+            return None
+        return min(known)
+
+    def _nodes(self, config: TiersConfig, used: list[Gpu | None]) -> tuple[int | None, ...]:
+        chosen: list[int | None] = []
+        for gpu in used:
+            try:
+                choice = choose_node(
+                    config.tiers.host.numa, None if gpu is None else gpu.numa_node, numa_nodes()
+                )
+            except NumaError as error:
+                raise ConfigError(str(error)) from error
+            if choice.note is not None:
+                self.notes.append(choice.note)
+            chosen.append(choice.node)
+        return tuple(chosen)
+
+    def _memlock(self, host: HostLimits) -> int | None:
+        if host.memlock is None or registration_counts() is False:
+            return None
+        self.notes.append(
+            f"the locked-memory limit of {format_bytes(host.memlock)} is taken to count memory registered with CUDA"
+        )
+        return host.memlock
+
+
+def _at(found: tuple[Gpu, ...], index: int) -> Gpu | None:
+    return found[index] if index < len(found) else None
+
+
+def _node_available() -> tuple[tuple[int, int], ...]:
+    """What can be taken from each node; nothing if there is one node only: then it is the machine's memory."""
+    nodes = [one for one in numa_nodes() if one.memory_total]
+    if len(nodes) < 2:
+        return ()
+    return tuple((one.node, one.available) for one in nodes if one.available is not None)

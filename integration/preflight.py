@@ -28,12 +28,24 @@ def model_facts(checkpoint: Checkpoint) -> ModelFacts:
     )
 
 
-def plan_for(checkpoint: Checkpoint, config: TiersConfig, tp_size: int) -> Plan:
-    """The plan of a model on this machine; not yet required to work."""
+def plan_for(
+    checkpoint: Checkpoint, config: TiersConfig, tp_size: int, *, graph_tokens: int = 0, workspace: int = 0
+) -> Plan:
+    """The plan of a model on this machine; not yet required to work.
+
+    graph_tokens: tokens of the largest batch that a graph serves without a miss, see `ziggurat.residency.budget.plan`.
+    workspace: bytes of each device that kernels take beside the pool.
+    """
     row_bytes = encoder_for(checkpoint, config.codecs.base).row_bytes(tp_size)
     paths = pack_paths(checkpoint, config, tp_size)
+    machine = machine_limits(config, paths, tp_size=tp_size, workspace=workspace)
     return plan(
-        config, model_facts(checkpoint), row_bytes, machine=machine_limits(config, paths), tp_size=tp_size
+        config,
+        model_facts(checkpoint),
+        row_bytes,
+        machine=machine,
+        tp_size=tp_size,
+        graph_tokens=0 if machine.device == "cpu" else graph_tokens,
     )
 
 

@@ -37,12 +37,11 @@ class Account:
         self._evicted = {"pool": 0, "arena": 0}
 
     def step(self, step: StepState, result: StepResult[Any]) -> None:
-        """Book one finished step."""
+        """Book one finished step; its pairs come later if it is deferred."""
         add = self._metrics.add
         with self._metrics.writing():
-            add("ziggurat_routed_pairs_total", step.routed_pairs)
-            add("ziggurat_hit_pairs_total", step.routed_pairs - step.missed_pairs)
-            add("ziggurat_missed_pairs_total", step.missed_pairs)
+            if not step.deferred:
+                self._add_pairs(step)
             add("ziggurat_replay_routed_pairs_total", step.replay_routed_pairs)
             add("ziggurat_replay_missed_pairs_total", step.replay_missed_pairs)
             add("ziggurat_steps_total", 1, result.outcome)
@@ -55,6 +54,11 @@ class Account:
             self._add_fetches()
             self._set_gauges(with_heat=self._steps % _HEAT_EVERY_STEPS == 0)
         self._steps += 1
+
+    def pairs(self, step: StepState) -> None:
+        """Book the pairs of a deferred step."""
+        with self._metrics.writing():
+            self._add_pairs(step)
 
     def fetches(self) -> None:
         """Book fetches outside a step."""
@@ -79,6 +83,12 @@ class Account:
         """Set everything that is a level, not a count."""
         with self._metrics.writing():
             self._set_gauges(with_heat=with_heat)
+
+    def _add_pairs(self, step: StepState) -> None:
+        add = self._metrics.add
+        add("ziggurat_routed_pairs_total", step.routed_pairs)
+        add("ziggurat_hit_pairs_total", step.routed_pairs - step.missed_pairs)
+        add("ziggurat_missed_pairs_total", step.missed_pairs)
 
     def _add_fetches(self) -> None:
         add = self._metrics.add

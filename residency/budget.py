@@ -21,6 +21,7 @@ __all__ = ["Check", "MachineLimits", "ModelFacts", "Plan", "RankPlan", "memory_r
 _PACK_HEADER_ALLOWANCE = 64 << 10
 _CHECKSUM_BYTES = 8
 _AUTO_PERCENT = 25
+_MAY_GROW = " (the host of this virtual machine may give it more once its memory is used)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +54,25 @@ class ModelFacts:
 class MachineLimits:
     """What the machine can give, in bytes. None: not known, or no limit; no check is made against it.
 
-    `cgroup_headroom` is the tightest limit of the process's control groups less what they use; `memlock` the
-    locked-memory limit that binds this process; `device_free` the free memory of the fullest of the devices (on
-    the CPU the pool is host memory); `packs_built` how many ranks' packs are complete, and `packs_building` the
-    bytes that unfinished builds of the others take on disk already.
+    `cgroup_headroom` is the tightest limit of the process's control groups less what they use; `memory_may_grow`
+    whether a virtual machine's memory may read low until it is used; `memlock` the locked-memory limit that binds
+    what is locked here; `device_free` the free memory of the fullest of the devices (on the CPU the pool is host
+    memory) and `device_workspace` what kernels take of it beside the pool; `nodes` the NUMA node that each rank's
+    arena is bound to (None, or a rank that is not listed: to none) and `node_available` what can be taken from each
+    node; `notes` what the machine's limits leave to say; `packs_built` how many ranks' packs are complete, and
+    `packs_building` the bytes that unfinished builds of the others take on disk already.
     """
 
     device: str = "cpu"
     memory_available: int | None = None
+    memory_may_grow: bool = False
     cgroup_headroom: int | None = None
     memlock: int | None = None
     device_free: int | None = None
+    device_workspace: int = 0
+    nodes: tuple[int | None, ...] = ()
+    node_available: tuple[tuple[int, int], ...] = ()
+    notes: tuple[str, ...] = ()
     disk_free: int | None = None
     disk_writable: bool = True
     packs_built: int = 0
@@ -120,13 +129,26 @@ class _Planner:
         # Eager code serves a layer in chunks, so one slot is enough; a graph needs all it can route to.
         self.pool_floor = max(1, min(facts.experts, facts.top_k * graph_tokens))
         self.arena_floor = min(self.disk.readers, self.total)
-        self.notes: list[str] = []
+        self.notes: list[str] = list(machine.notes)
         spendable = [
             max(0, have - memory_reserve(have))
             for have in (machine.memory_available, machine.cgroup_headroom)
             if have is not None
         ]
         self.share = min(spendable) // tp_size if spendable else None  # of host memory, for each rank
+
+    def _node(self, rank: int) -> int | None:
+        """The NUMA node of a rank's pinned arena."""
+        return self.machine.nodes[rank] if rank < len(self.machine.nodes) else None
+
+    def _node_share(self, rank: int) -> int | None:
+        """What a rank may take of its node, which it shares with the other ranks there; None: no limit known."""
+        node = self._node(rank)
+        available = dict(self.machine.node_available).get(-1 if node is None else node)
+        if available is None:
+            return None
+        sharing = sum(self._node(one) == node for one in range(self.tp_size))
+        return max(0, available - memory_reserve(available)) // sharing
 
     def plan(self) -> Plan:
         kind = self._arena_kind()
@@ -155,17 +177,21 @@ class _Planner:
     def _arena_kind(self) -> ArenaKind:
         if self.on_cpu:
             return "pageable"
-        limit = self.machine.memlock
-        if limit is None or self.host.on_limit != "pageable" or self.host.size.is_auto:
+        if self.host.on_limit != "pageable" or self.host.size.is_auto:
             return "pinned"
         wanted = min(self.host.size.rows(stride=self.stride, total_rows=self.total), self.total) * self.stride
-        if wanted <= limit:
-            return "pinned"
-        self.notes.append(
-            f"the arena is pageable: {format_bytes(wanted)} is more than the locked-memory limit of"
-            f" {format_bytes(limit)} and tiers.host.on_limit is pageable"
-        )
-        return "pageable"
+        limits = [("the locked-memory limit", self.machine.memlock)]
+        limits += [
+            (f"what NUMA node {self._node(one)} can give", self._node_share(one)) for one in self.planned
+        ]
+        for name, limit in limits:
+            if limit is not None and wanted > limit:
+                self.notes.append(
+                    f"the arena is pageable: {format_bytes(wanted)} is more than {name}, {format_bytes(limit)},"
+                    " and tiers.host.on_limit is pageable"
+                )
+                return "pageable"
+        return "pinned"
 
     def _rank(self, rank: int, kind: ArenaKind) -> RankPlan:
         pool_rows = self._pool_rows(rank)
@@ -178,13 +204,15 @@ class _Planner:
             arena_bytes=arena_rows * self.stride,
             staging_bytes=0 if arena_rows else self.arena_floor * self.stride,
             coverage=pool_rows / self.total,
+            pinned_bytes=arena_rows * self.stride if kind == "pinned" else 0,
+            numa_node=self._node(rank) if kind == "pinned" and arena_rows else None,
         )
 
     def _pool_rows(self, rank: int) -> int:
         size = self.device.size_of(rank, self.tp_size)
         if not size.is_auto:
             return self._capped(size.rows(stride=self.stride, total_rows=self.total), "tiers.device.size")
-        memory = self.share if self.on_cpu else self.machine.device_free
+        memory = self.share if self.on_cpu else self._device_room()
         part = self.total * _AUTO_PERCENT // 100
         if memory is None:
             return max(part, self.pool_floor)
@@ -192,8 +220,13 @@ class _Planner:
             return self.total
         return max(min(part, memory // 2 // self.stride), self.pool_floor)
 
+    def _device_room(self) -> int | None:
+        """Device memory for a pool: what is free less what the kernels take."""
+        free = self.machine.device_free
+        return None if free is None else max(0, free - self.machine.device_workspace)
+
     def _arena_rows(self, rank: int, kind: ArenaKind, pool_rows: int) -> int:
-        size, bound = self.host.size, self._arena_bound(kind, pool_rows)
+        size, bound = self.host.size, self._arena_bound(rank, kind, pool_rows)
         if size.is_auto:
             if pool_rows >= self.total:
                 self.notes.append("no arena: the pool holds every expert")
@@ -216,13 +249,15 @@ class _Planner:
         )
         return shrunk
 
-    def _arena_bound(self, kind: ArenaKind, pool_rows: int) -> int | None:
-        """Rows of arena that fit this rank's share of host memory and its locked-memory limit."""
+    def _arena_bound(self, rank: int, kind: ArenaKind, pool_rows: int) -> int | None:
+        """Rows of arena that fit this rank's share of host memory and of its node, and its locked-memory limit."""
         bounds = []
         if self.share is not None:
             bounds.append(self.share - (pool_rows * self.stride if self.on_cpu else 0))
         if kind == "pinned" and self.machine.memlock is not None:
             bounds.append(self.machine.memlock)
+        if kind == "pinned" and (of_node := self._node_share(rank)) is not None:
+            bounds.append(of_node)
         return max(0, min(bounds)) // self.stride if bounds else None
 
     def _capped(self, rows: int, key: str) -> int:
@@ -246,7 +281,25 @@ class _Planner:
             )
         yield from self._asked_arena_checks(ranks)
         yield from self._memory_checks(ranks)
-        if kind == "pinned" and self.machine.memlock is not None:
+        if kind == "pinned":
+            yield from self._pinned_checks(ranks)
+        if not self.on_cpu and self.machine.device_free is not None:
+            largest = max(ranks, key=lambda one: one.pool_bytes)
+            workspace = self.machine.device_workspace
+            kernels = f" + {format_bytes(workspace)} for the kernels" if workspace else ""
+            yield Check(
+                "device memory",
+                largest.pool_bytes + workspace,
+                self.machine.device_free,
+                "bytes",
+                "tiers.device.size",
+                "lower tiers.device.size",
+                f"pool{kernels}{self._of_rank(largest)}",
+            )
+        yield from self._disk_checks(pack_bytes)
+
+    def _pinned_checks(self, ranks: tuple[RankPlan, ...]) -> Iterable[Check]:
+        if self.machine.memlock is not None:
             largest = max(ranks, key=lambda one: one.arena_bytes)
             yield Check(
                 "locked memory",
@@ -257,18 +310,20 @@ class _Planner:
                 "raise the limit (ulimit -l), lower tiers.host.size, or set tiers.host.on_limit: pageable",
                 f"arena{self._of_rank(largest)}",
             )
-        if not self.on_cpu and self.machine.device_free is not None:
-            largest = max(ranks, key=lambda one: one.pool_bytes)
-            yield Check(
-                "device memory",
-                largest.pool_bytes,
-                self.machine.device_free,
-                "bytes",
-                "tiers.device.size",
-                "lower tiers.device.size",
-                f"pool{self._of_rank(largest)}",
-            )
-        yield from self._disk_checks(pack_bytes)
+        for node, available in self.machine.node_available:
+            wanted = sum(one.pinned_bytes for one in ranks if one.numa_node == node)
+            if wanted:
+                reserve = memory_reserve(available)
+                yield Check(
+                    f"memory of NUMA node {node}",
+                    wanted,
+                    max(0, available - reserve),
+                    "bytes",
+                    "tiers.host.size",
+                    "lower tiers.host.size, set tiers.host.on_limit: shrink, or set tiers.host.numa to another node"
+                    " or to none",
+                    f"arenas bound to it; {format_bytes(reserve)} of {format_bytes(available)} left to everything else",
+                )
 
     def _pool_floor_check(self, ranks: tuple[RankPlan, ...]) -> Check:
         smallest = min(ranks, key=lambda one: one.pool_rows)
@@ -319,13 +374,14 @@ class _Planner:
         ):
             if available is not None:
                 reserve = memory_reserve(available)
+                grows = name == "host memory" and self.machine.memory_may_grow
                 yield Check(
                     name,
                     arena + staging + pool,
                     max(0, available - reserve),
                     "bytes",
                     key,
-                    advice,
+                    advice + (_MAY_GROW if grows else ""),
                     f"{detail}; {format_bytes(reserve)} of {format_bytes(available)} left to everything else",
                 )
 

@@ -53,7 +53,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one tensor-parallel rank allocates. `staging_bytes`: its reads in flight if it has no arena."""
+    """What one tensor-parallel rank allocates. `staging_bytes`: its reads in flight if it has no arena.
+
+    `pinned_bytes`: the part of the arena that is page-locked. `numa_node`: what that is bound to, None for nothing.
+    """
 
     rank: int
     pool_rows: int
@@ -62,6 +65,8 @@ class RankPlan:
     arena_bytes: int
     staging_bytes: int
     coverage: float
+    pinned_bytes: int = 0
+    numa_node: int | None = None
 
     @property
     def host_bytes(self) -> int:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from ziggurat.allocators.pageable import PageableArena
-from ziggurat.allocators.pool import CpuPool
+import torch
+
+from ziggurat.kernels.codecs.base import Codec
 from ziggurat.residency.budget import MachineLimits, ModelFacts, plan
-from ziggurat.residency.budget_plan import RankPlan
+from ziggurat.residency.budget_plan import ArenaKind, RankPlan
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, LocalConsensus
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.metrics import TierMetrics
-from ziggurat.residency.ports import ExpertOps, RowCodec, RowPack
+from ziggurat.residency.placement import Placement, open_arena, open_kernels, open_pool
+from ziggurat.residency.ports import ExpertOps, RowArena, RowPack, RowPool
 from ziggurat.residency.runtime_errors import UnsupportedDeviceError
 from ziggurat.residency.service import ExpertService
 
@@ -54,8 +56,9 @@ def open_service(
     config: TiersConfig,
     geometry: ServiceGeometry,
     pack: RowPack,
-    codec: RowCodec,
+    codec: Codec,
     *,
+    place: Placement | None = None,
     consensus: Consensus | None = None,
     metrics: TierMetrics | None = None,
     machine: MachineLimits | None = None,
@@ -66,17 +69,25 @@ def open_service(
 ) -> ExpertService:
     """Allocate what the budget plan of this rank says and open a service over it, cold; see `warm_start`.
 
-    pack: this rank's, opened; the service closes it (also if this call fails). machine: limits to check the plan
-    against; None checks nothing. The remaining arguments are ExpertService's.
+    pack: this rank's, opened; the service closes it (also if this call fails). place: where layers compute; None =
+    where `tiers.device.device` says, auto being the CPU. machine: limits to check the plan against; None checks
+    nothing. The remaining arguments are ExpertService's.
 
-    Raises BudgetError before anything is allocated, GeometryMismatchError if the pack is not this model's, and the
-    allocators' errors.
+    Raises BudgetError and UnsupportedDeviceError before anything is allocated, GeometryMismatchError if the pack is
+    not this model's, and the allocators' errors.
     """
     consensus = consensus or LocalConsensus()
+    place = place or Placement(torch.device(_configured(config)))
+    pool: RowPool | None = None
+    arena: RowArena | None = None
     try:
-        one = _rank_plan(config, geometry, pack, machine or MachineLimits(), consensus)
-        pool = CpuPool(one.pool_rows, pack.header.stride)
-        arena = PageableArena(one.arena_rows, pack.header.stride) if one.arena_rows else None
+        place.check(codec.name)
+        machine = machine or MachineLimits(device=str(place.device))
+        kind, one = _rank_plan(config, geometry, pack, machine, consensus, place)
+        # The pool first: where a device lacks the memory, nothing else has been done for nothing.
+        pool = open_pool(place, one.pool_rows, pack.header.stride)
+        kernels = open_kernels(place, geometry, codec)
+        arena = _arena(config, place, one, kind, pack.header.stride)
         return ExpertService(
             config,
             geometry,
@@ -87,14 +98,34 @@ def open_service(
             consensus=consensus,
             metrics=metrics or TierMetrics(),
             ops=ops,
+            kernels=kernels,
+            max_tokens=place.max_tokens,
             heat_folder=heat_folder(config),
             slot_seed=slot_seed,
             replay_enabled=replay_enabled,
             consensus_enabled=consensus_enabled,
         )
     except BaseException:
-        pack.close()
+        for part in (arena, pool, pack):
+            if part is not None:
+                part.close()
         raise
+
+
+def _configured(config: TiersConfig) -> str:
+    device = config.tiers.device.device
+    return "cpu" if device == "auto" else device
+
+
+def _arena(config: TiersConfig, place: Placement, one: RankPlan, kind: str, stride: int) -> RowArena | None:
+    """This rank's arena. Without one rows still pass through host memory on their way to a GPU; few places do."""
+    host = config.tiers.host
+    places = one.arena_rows
+    if not places:
+        if not place.on_gpu:
+            return None
+        places, kind = max(1, one.staging_bytes // stride), "pinned"
+    return open_arena(place, places, stride, kind=kind, numa=host.numa, on_limit=host.on_limit)
 
 
 def heat_folder(config: TiersConfig) -> Path | None:
@@ -108,10 +139,11 @@ def _rank_plan(
     pack: RowPack,
     machine: MachineLimits,
     consensus: Consensus,
-) -> RankPlan:
-    if machine.device != "cpu" or config.tiers.device.device.startswith("cuda"):
+    place: Placement,
+) -> tuple[ArenaKind, RankPlan]:
+    if (machine.device == "cpu") is place.on_gpu:
         raise UnsupportedDeviceError(
-            f"tiers.device.device: there is no pool for {config.tiers.device.device} yet; set it to cpu"
+            f"tiers.device.device: the plan is for {machine.device}, but layers compute on {place.device}"
         )
     facts = ModelFacts(
         geometry.layers,
@@ -128,4 +160,4 @@ def _rank_plan(
         tp_size=consensus.size,
         rank=consensus.rank,
     ).require()
-    return whole.ranks[0]
+    return whole.arena_kind, whole.ranks[0]

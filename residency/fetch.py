@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ziggurat.residency.host_cache import HostCache, RowBatch, RowFault, Source
+from ziggurat.residency.ports import RowPool
 from ziggurat.residency.slots import SlotPool
 
 SOURCES: tuple[Source, ...] = ("arena", "pack")
@@ -27,7 +28,10 @@ class Entry(Enum):
 
 @dataclass(slots=True)
 class FetchTally:
-    """Fetches into the pool since the tally was last taken. seconds: per row, read and copy together."""
+    """Fetches into the pool since the tally was last taken.
+
+    seconds: per row, read and copy together; on a device the copy counts until it is queued.
+    """
 
     rows: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     seconds: dict[Source, list[float]] = field(default_factory=lambda: {source: [] for source in SOURCES})
@@ -46,13 +50,18 @@ class FetchOutcome:
 class Fetcher:
     """Moves rows from the host cache into slots and publishes each one after its bytes are in place.
 
-    The pool's `write` must be complete when it returns, so that a row's place in the arena is settled at once.
+    On a device "in place" is meant in the order of its stream: a fetch queues its copies and returns, and whatever
+    is queued after that sees them. The place of a row in the arena stays in use until the copy out of it is known to
+    be complete: somebody has waited for work behind it (`arrived`), or waits for it (`drain`). That must happen
+    before the step's epoch is closed.
     """
 
     def __init__(self, slots: SlotPool, cache: HostCache) -> None:
         self._slots = slots
         self._cache = cache
         self._tally = FetchTally()
+        self._asynchronous = copies_later(slots.pool)
+        self._copying: list[RowBatch] = []
 
     def take_tally(self) -> FetchTally:
         """Everything fetched since the last call."""
@@ -77,11 +86,14 @@ class Fetcher:
         written: set[int] = set()
         try:
             accepted = {key: wanted[key] for key in slots}
-            for batch in self._cache.rows(accepted, epoch=epoch, keep=entry is not Entry.SEED):
+            keep = entry is not Entry.SEED
+            for batch in self._cache.rows(accepted, epoch=epoch, keep=keep, reclaim=self.drain):
                 self._store(batch, slots)
                 written.update(row.key for row in batch.rows)
                 outcome.faults += batch.faults
         finally:
+            if written:
+                self._slots.pool.ready()
             # In the order asked for, so that what is evicted later does not depend on the disk's timing.
             for key, slot in slots.items():
                 if key in written:
@@ -92,15 +104,42 @@ class Fetcher:
                     self._slots.give_back([slot])
         return outcome
 
+    @property
+    def copying(self) -> bool:
+        """Whether copies may still read the arena."""
+        return bool(self._copying)
+
+    def drain(self) -> bool:
+        """Wait until every copy is complete and give their places back. False if there was none."""
+        if not self._copying:
+            return False
+        self._slots.pool.drain()
+        self.arrived()
+        return True
+
+    def arrived(self) -> None:
+        """The caller has waited for work that is queued behind all copies so far: their places are free again."""
+        for batch in self._copying:
+            self._cache.settle(batch)
+        self._copying.clear()
+
     def _store(self, batch: RowBatch, slots: Mapping[int, int]) -> None:
         """Write a batch's rows to their slots and count it."""
         if batch.rows:
             begun = time.perf_counter()
             self._slots.pool.write([slots[row.key] for row in batch.rows], [row.row for row in batch.rows])
             copy_seconds = (time.perf_counter() - begun) / len(batch.rows)
-            self._cache.settle(batch)
+            if self._asynchronous:
+                self._copying.append(batch)
+            else:
+                self._cache.settle(batch)
             for row in batch.rows:
                 self._tally.rows[row.source] += 1
                 self._tally.seconds[row.source].append(row.seconds + copy_seconds)
         self._tally.io_errors += len(batch.faults)
         self._tally.verification_failures += sum(fault.verification for fault in batch.faults)
+
+
+def copies_later(pool: RowPool) -> bool:
+    """Whether a pool's writes may be on their way when `write` returns."""
+    return bool(getattr(pool, "asynchronous", pool.device.type != "cpu"))

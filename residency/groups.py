@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ziggurat.residency.passes import BoolArray, IntArray
-from ziggurat.residency.runtime_errors import RoutingError
+from ziggurat.residency.routing import check_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,7 @@ def group_pairs(ids: npt.NDArray[np.integer], experts: int, prefill: BoolArray |
     if flat.size == 0:
         empty = np.zeros(0, dtype=np.int64)
         return ExpertGroups(empty, empty, np.zeros(1, dtype=np.int64), empty)
-    low, high = int(flat.min()), int(flat.max())
-    if low < 0 or high >= experts:
-        raise RoutingError(
-            f"a token is routed to expert {low if low < 0 else high}, but experts are 0..{experts - 1}"
-        )
+    check_ids(ids, experts)
     counts = np.bincount(flat, minlength=experts)
     chosen = np.flatnonzero(counts)
     bounds = np.zeros(chosen.size + 1, dtype=np.int64)

@@ -46,8 +46,13 @@ class HeatMap:
         self.seeded = False  # whether the counts continue those of a file
         self._decay = 0.5 ** (1.0 / half_life)
 
-    def add(self, layer: int, experts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64]) -> None:
-        """Routed pairs of one layer: `experts` [n] distinct, `pairs` [n]."""
+    def add(
+        self,
+        layer: int | npt.NDArray[np.int64],
+        experts: npt.NDArray[np.int64],
+        pairs: npt.NDArray[np.int64],
+    ) -> None:
+        """Routed pairs: `experts` [n], `pairs` [n], of one layer or of `layer` [n]; nothing is named twice."""
         self.counts[layer, experts] += pairs
 
     def advance(self) -> None:

@@ -12,7 +12,7 @@ as the row has been copied on. Three rules hold whatever happens:
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -152,13 +152,19 @@ class HostCache:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def rows(
-        self, wanted: Mapping[int, float], *, epoch: int, keep: bool = True
+        self,
+        wanted: Mapping[int, float],
+        *,
+        epoch: int,
+        keep: bool = True,
+        reclaim: Callable[[], bool] = lambda: False,
     ) -> Generator[RowBatch, None, None]:
         """Every wanted row once, in batches, found ones first, then as reads complete.
 
         wanted: key -> weight (0 = wanted by a scan only). keep=False: read without caching. A key whose read failed
         is in a batch's `faults` and is not tried again here. Settle each batch before asking for the next one if
-        the copy out of it is complete by then; otherwise its places stay in use until the epoch closes.
+        the copy out of it is complete by then; otherwise its places stay in use until the epoch closes, or until
+        `reclaim` settles what it can, which is called when places are short and returns whether it did anything.
 
         HostCacheError if every place is in use by the asking step itself.
         """
@@ -167,9 +173,20 @@ class HostCache:
             found = self._find(remaining, epoch)
             if found.rows:
                 yield found
-            plan = self._reserve(remaining, epoch, keep) if remaining else []
+            if not remaining:
+                return
+            plan = self._reserve(remaining, epoch, keep)
+            if plan is None:
+                if not reclaim():
+                    raise HostCacheError(
+                        f"all {self._arena.places} places of the host arena are in use by this very step; raise "
+                        "tiers.host.size, or settle batches once they have been copied"
+                    )
+                continue
             if plan:
                 yield from self._read(plan, remaining, epoch)
+                if remaining:
+                    reclaim()
 
     def fill(self, wanted: Iterable[tuple[int, float]], limit: int) -> FillReport:
         """Read up to `limit` of the wanted (key, heat) rows that are not here yet into free places; for a
@@ -220,10 +237,11 @@ class HostCache:
         readers.append(epoch)
         return ArrivedRow(key, self._arena.tensor[place], source, seconds, place, epoch)
 
-    def _reserve(self, remaining: Mapping[int, float], epoch: int, keep: bool) -> list[_Reservation]:
+    def _reserve(self, remaining: Mapping[int, float], epoch: int, keep: bool) -> list[_Reservation] | None:
         """Places for as many of the remaining keys as there is room for; waits if there is none right now.
 
-        Empty if another thread has brought a remaining key in the meantime.
+        Empty if another thread has brought a remaining key in the meantime; None if only the asking step itself
+        can make room.
         """
         waited = False
         with self._changed:
@@ -238,10 +256,7 @@ class HostCache:
                 if plan:
                     return plan
                 if not self._reading and self._open_epochs <= {epoch}:
-                    raise HostCacheError(
-                        f"all {self._arena.places} places of the host arena are in use by this very step; raise "
-                        "tiers.host.size, or settle batches once they have been copied"
-                    )
+                    return None
                 if not waited:
                     waited = True
                     self.waits += 1

@@ -7,8 +7,6 @@ is memory for tokens x top_k x hidden float32 numbers while a layer runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -16,24 +14,51 @@ from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.fetch import Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.groups import ExpertGroups, group_pairs
-from ziggurat.residency.passes import PassMode, PassState, Route
+from ziggurat.residency.passes import PassMode, PassState, Route, StepState
 from ziggurat.residency.ports import ExpertOps, RowCodec
-from ziggurat.residency.runtime_errors import RoutingError
+from ziggurat.residency.rounds import rounds
+from ziggurat.residency.routing import check_shapes
+from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.slots import SlotPool
 
 
 class LayerRunner:
-    """Computes layers against a slot pool. Holds no state of its own between calls."""
+    """Computes layers against a slot pool in host memory. Holds no state of its own between calls.
+
+    Layers tell a pass what they did while they run, so there is nothing to do around a pass.
+    """
 
     def __init__(
         self, geometry: ServiceGeometry, codec: RowCodec, ops: ExpertOps, slots: SlotPool, fetcher: Fetcher
     ) -> None:
+        self.defers = False
         self._geometry = geometry
         self._expert = ExpertGeometry(geometry.hidden, geometry.intermediate)
         self._codec = codec
         self._ops = ops
         self._slots = slots
         self._fetcher = fetcher
+
+    def begin(self, state: PassState) -> None:
+        return
+
+    def end(self) -> None:
+        return
+
+    def learn(self, state: PassState) -> None:
+        return
+
+    def defer(self, step: StepState) -> None:
+        raise StepError("the layers of a pool in host memory have nothing to defer")
+
+    def collect(self, *, wait: bool) -> list[StepState]:
+        return []
+
+    def unarmed(
+        self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Zeros [T, H] in x's dtype."""
+        return x.new_zeros(x.shape)
 
     def run(
         self,
@@ -47,8 +72,8 @@ class LayerRunner:
 
         RoutingError for shapes or ids that the model cannot have produced.
         """
-        self._check(state, layer, x, topk_weights, topk_ids)
         live = state.step.tokens.count
+        check_shapes(self._geometry, layer, x, topk_weights, topk_ids, live)
         ids = topk_ids[:live].cpu().numpy()  # the layer's one host synchronisation
         groups = group_pairs(ids, self._geometry.experts, state.step.tokens.prefill)
         keys = groups.experts + layer * self._geometry.experts
@@ -68,29 +93,6 @@ class LayerRunner:
         out[:live] = self._ops.combine(partials, topk_weights[:live], x.dtype)
         return out
 
-    def _check(
-        self,
-        state: PassState,
-        layer: int,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-    ) -> None:
-        g = self._geometry
-        if not 0 <= layer < g.layers:
-            raise RoutingError(f"layer index {layer} does not exist; there are {g.layers} MoE layers")
-        if x.dim() != 2 or x.shape[1] != g.hidden:
-            raise RoutingError(f"x has shape {tuple(x.shape)}, expected [tokens, {g.hidden}]")
-        wanted = (x.shape[0], g.top_k)
-        if tuple(topk_ids.shape) != wanted or tuple(topk_weights.shape) != wanted:
-            raise RoutingError(
-                f"topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} must both be {wanted}"
-            )
-        if x.shape[0] < state.step.tokens.count:
-            raise RoutingError(
-                f"layer {layer} got {x.shape[0]} tokens in a step of {state.step.tokens.count} live tokens"
-            )
-
     def _account(
         self,
         state: PassState,
@@ -104,15 +106,9 @@ class LayerRunner:
         An inline pass tells the policy of uses at once. The routing of a replay pass may be wrong, so the policy
         hears of it only if the step returns its result.
         """
-        step = state.step
         counts = groups.counts
-        routed, missing = int(counts.sum()), int(counts[~resident].sum())
-        if state.first:
-            step.routed_pairs += routed
-            step.missed_pairs += missing
-        else:
-            step.replay_routed_pairs += routed
-            step.replay_missed_pairs += missing
+        missing = int(counts[~resident].sum())
+        state.count(int(counts.sum()), missing)
         if state.mode is PassMode.REPLAY:
             state.missing_pairs += missing
         state.routes.append(Route(layer, groups.experts, counts))
@@ -132,16 +128,8 @@ class LayerRunner:
             flat[torch.from_numpy(pairs)] = self._ops.expert_ffn(x, expert, clamp=self._geometry.clamp)
 
     def _fetch_and_compute(self, work: _Work, absent: np.typing.NDArray[np.intp]) -> None:
-        """Make the absent groups resident in as many rounds as the pool needs, and compute each round.
-
-        A round may evict anything: the rows of earlier rounds have been computed with. Rows that only a scan wants
-        come last and take at most the colder half of a full pool, so that a prompt does not wipe the decode set.
-        """
-        wanted = absent[work.groups.weights[absent] > 0]
-        scanned = absent[work.groups.weights[absent] == 0]
-        for chunk in _chunks(wanted, self._slots.slots):
-            self._round(work, chunk)
-        for chunk in _chunks(scanned, max(1, self._slots.free, self._slots.slots // 2)):
+        """Make the absent groups resident in as many rounds as the pool needs, and compute each round."""
+        for chunk in rounds(self._slots, absent, work.groups.weights):
             self._round(work, chunk)
 
     def _round(self, work: _Work, chunk: np.typing.NDArray[np.intp]) -> None:
@@ -177,7 +165,3 @@ class _Work:
         self.partials = partials
         self.groups = groups
         self.keys = keys
-
-
-def _chunks(groups: np.typing.NDArray[np.intp], size: int) -> Sequence[np.typing.NDArray[np.intp]]:
-    return [groups[start : start + size] for start in range(0, len(groups), size)]

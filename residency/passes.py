@@ -77,10 +77,11 @@ class StepResult(Generic[T]):
 
 @dataclass(slots=True)
 class StepState:
-    """Counts of one step."""
+    """Counts of one step. deferred: they are still on their way from the device when the step returns."""
 
     tokens: StepTokens
     epoch: int
+    deferred: bool = False
     routed_pairs: int = 0
     missed_pairs: int = 0
     replay_routed_pairs: int = 0
@@ -89,9 +90,12 @@ class StepState:
 
 
 class Route(NamedTuple):
-    """Where one layer of a pass sent its live tokens: experts int64 [G] distinct, pairs int64 [G]."""
+    """Where layers of a pass sent their live tokens: experts int64 [G], pairs int64 [G].
 
-    layer: int
+    layer: of all of them, or int64 [G]. No (layer, expert) is in it twice.
+    """
+
+    layer: int | IntArray
     experts: IntArray
     pairs: IntArray
 
@@ -113,6 +117,15 @@ class PassState:
     missing_pairs: int = 0
     failures: dict[int, str] = field(default_factory=dict)
     failed_tokens: BoolArray | None = None
+
+    def count(self, routed: int, missing: int) -> None:
+        """Record pairs of live tokens that layers of this pass were routed to, and those without a slot."""
+        if self.first:
+            self.step.routed_pairs += routed
+            self.step.missed_pairs += missing
+        else:
+            self.step.replay_routed_pairs += routed
+            self.step.replay_missed_pairs += missing
 
     def fail(self, key: int, reason: str, tokens: IntArray) -> None:
         """Record that `tokens` (indices) lack the contribution of `key`."""

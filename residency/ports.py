@@ -64,8 +64,26 @@ class RowPool(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """uint8 [slots, stride] on the device; its address never changes."""
+        ...
+
     def write(self, slots: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        """Copy host rows (uint8 [stride] each) into slots; complete when it returns if the pool is on the CPU."""
+        """Copy host rows (uint8 [stride] each) into slots; complete when it returns if the pool is on the CPU.
+
+        Otherwise the copies run on a stream of their own, behind everything that is queued on torch's current
+        stream at the time of the call, since that may still read the slots. The rows must stay as they are until
+        `drain`, or until a wait for something that was queued behind `ready`.
+        """
+        ...
+
+    def ready(self) -> None:
+        """Work that is queued on torch's current stream from now on sees everything written so far; no host wait."""
+        ...
+
+    def drain(self) -> None:
+        """Wait on the host until everything written so far has arrived."""
         ...
 
     def row(self, slot: int) -> torch.Tensor:
@@ -97,4 +115,59 @@ class ExpertOps(Protocol):
 
     def combine(self, partials: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """partials float32 [T, k, H], weights [T, k] -> [T, H], summed in the order j = 0..k-1 in float32."""
+        ...
+
+
+class LayerKernels(Protocol):
+    """Arithmetic of MoE layers on one device, asynchronous on its current stream; allocates nothing but results.
+
+    Everywhere: x [T, H] activations; topk_weights [T, k]; topk_ids [T, k] int32 or int64; live int32 [1], how many
+    of the T rows count (the rest is padding: zeros in the result, counted nowhere). slots int32 [E]: the slot of
+    each expert, -1 for none. pool uint8 [S, stride]. All tensors are on the device.
+
+    The same launches are made whatever the data says, so a call can be captured in a graph; live = 0 is a call
+    outside any step. A token's result has the same bits whichever of the two ways it was computed.
+    """
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        slots: torch.Tensor,
+        pool: torch.Tensor,
+        live: torch.Tensor,
+        prefill: torch.Tensor | None,
+        counts: torch.Tensor | None,
+        tally: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The whole layer -> [T, H] in x's dtype. An expert without a slot contributes zero.
+
+        prefill: uint8 [at least T], 1 = the token belongs to a prompt. counts: int32 [E, 2], set to the live pairs
+        routed to each expert: of all tokens, of those that are not prefill. tally: int32 [2], increased by the live
+        pairs whose expert has no slot, and by those whose id is outside 0..E-1.
+        """
+        ...
+
+    def begin(self, x: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor) -> None:
+        """Start a layer whose experts come a few at a time."""
+        ...
+
+    def add(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        live: torch.Tensor,
+        *,
+        slots: torch.Tensor,
+        pool: torch.Tensor,
+    ) -> None:
+        """Compute the experts that have a slot in `slots`. Each expert is in at most one call of a layer."""
+        ...
+
+    def finish(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H] in x's dtype. An expert that no `add` had contributes zero."""
         ...

@@ -18,6 +18,9 @@ from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.account import Account
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, NoConsensus
+from ziggurat.residency.device_layer import DeviceLayers
+from ziggurat.residency.device_state import DeviceState
+from ziggurat.residency.errors import ResidencyError
 from ziggurat.residency.fetch import Entry, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
@@ -34,7 +37,7 @@ from ziggurat.residency.passes import (
     StepTokens,
 )
 from ziggurat.residency.policies.registry import make_policy
-from ziggurat.residency.ports import ExpertOps, RowArena, RowCodec, RowPack, RowPool
+from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import GeometryMismatchError, StepError
 from ziggurat.residency.slots import SlotPool, SlotTable
@@ -75,6 +78,8 @@ class ExpertService:
 
     pack, arena and pool belong to the service from here on and are closed with it. arena=None: no host cache, rows
     pass through a few pageable staging places. heat_folder=None: heat is neither read nor saved.
+    kernels: runs layers where the pool is; None = the host computes them with `ops`, which needs a pool in host memory.
+    max_tokens: rows of the largest batch that `moe` is called with; of interest with kernels only.
     slot_seed: hand free slots out in a shuffled order (results do not depend on it; determinism tests use it).
     replay_enabled, consensus_enabled: switches of negative controls; False makes results wrong or ranks diverge.
     """
@@ -91,6 +96,8 @@ class ExpertService:
         consensus: Consensus,
         metrics: TierMetrics,
         ops: ExpertOps | None = None,
+        kernels: LayerKernels | None = None,
+        max_tokens: int = 0,
         heat_folder: Path | None = None,
         slot_seed: int | None = None,
         replay_enabled: bool = True,
@@ -113,6 +120,7 @@ class ExpertService:
         self._state: PassState | None = None
         self._in_step = False
         self._closed = False
+        self._late_epoch: int | None = None  # of the step before, if its copies were not known to be complete
         self._steps = 0
         self._logged: set[str] = set()
         self._preheater: Preheater | None = None
@@ -127,18 +135,24 @@ class ExpertService:
             pack, arena, make_policy(config.policy.eviction), experts=geometry.experts, staging=readers
         )
         self._fetcher = Fetcher(self.slots, self.cache)
-        self._layers = LayerRunner(geometry, codec, ops or cpu_ops, self.slots, self._fetcher)
+        self._layers: LayerRunner | DeviceLayers
+        if kernels is None:
+            self._layers = LayerRunner(geometry, codec, ops or cpu_ops, self.slots, self._fetcher)
+        else:
+            state = DeviceState(geometry.layers, geometry.experts, max_tokens, pool.device)
+            self._layers = DeviceLayers(geometry, kernels, self.slots, self._fetcher, state)
         self._runner = StepRunner(
             geometry,
             self.slots,
             self._fetcher,
             consensus,
             MissSettings(
-                _miss_mode(config, pool),
+                _miss_mode(config, on_host=kernels is None),
                 config.miss.max_replays,
                 config.miss.tolerance,
                 replay_enabled,
             ),
+            self._layers,
             self._arm,
         )
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
@@ -154,12 +168,12 @@ class ExpertService:
     ) -> torch.Tensor:
         """Routed experts of one layer (index): x [T, H], weights and ids [T, k] -> [T, H] in x's dtype.
 
-        Rows of padding (beyond the step's live tokens) come out as zeros. RoutingError if an id of a live token is
-        not an expert, or a shape does not fit the model.
+        Rows of padding (beyond the step's live tokens) come out as zeros. RoutingError if a shape does not fit the
+        model; if an id of a live token is not an expert, here or at the end of the pass.
         """
         if self._state is None:
             self._account.unarmed_call()
-            return x.new_zeros(x.shape)
+            return self._layers.unarmed(layer, x, topk_weights, topk_ids)
         return self._layers.run(self._state, layer, x, topk_weights, topk_ids)
 
     def run_step(self, forward: Callable[[PassPath], T], tokens: StepTokens) -> StepResult[T]:
@@ -174,13 +188,14 @@ class ExpertService:
             raise StepError(f"a step has at least 0 live tokens, not {tokens.count}")
         if tokens.prefill is not None and tokens.prefill.shape != (tokens.count,):
             raise StepError(f"prefill must have one flag for each of the {tokens.count} live tokens")
+        self._close_late_epoch()
         self._in_step = True
         step = StepState(tokens, self.cache.open_epoch())
         try:
             result = self._runner.run(forward, step)
         finally:
             self._in_step = False
-            self.cache.close_epoch(step.epoch)
+            self._close_epoch(step.epoch)
         self._finish(step, result)
         return result
 
@@ -202,6 +217,7 @@ class ExpertService:
         try:
             outcome = self._fetcher.fetch(hottest, blocked=(), epoch=epoch, entry=Entry.SEED)
         finally:
+            self._fetcher.drain()
             self.cache.close_epoch(epoch)
         # Rows that the pool has come last in the arena: they are wanted there only once they lose their slot.
         arena_order = [*ranked[self.slots.slots :], *ranked[: self.slots.slots]]
@@ -235,6 +251,19 @@ class ExpertService:
 
     def save_heat(self) -> HeatNote:
         """Write the heat file now. A disk that refuses it is logged once, and is no error."""
+        self.collect()
+        return self._save_heat()
+
+    def collect(self, *, wait: bool = True) -> None:
+        """Book what steps have counted on the device and nobody waited for; without `wait` what has arrived so far.
+
+        Steps do it, too; so pairs and heat are behind by a step or two while the model runs.
+        """
+        for step in self._layers.collect(wait=wait):
+            self._heat_up(step)
+            self._account.pairs(step)
+
+    def _save_heat(self) -> HeatNote:
         if self._heat_path is None:
             return HeatNote(False, "heat is switched off")
         return self._log(save_heat(self._heat_path, self._heat_key, self.heat))
@@ -246,7 +275,8 @@ class ExpertService:
         self._closed = True
         if self._preheater is not None:
             self._preheater.close()
-        self.save_heat()
+        self._give_up_device()
+        self._save_heat()
         self._pack.close()
         self._arena.close()
         self.slots.pool.close()
@@ -262,19 +292,45 @@ class ExpertService:
 
     def _finish(self, step: StepState, result: StepResult[T]) -> None:
         self._steps += 1
-        for route in step.routes:
-            self.heat.add(route.layer, route.experts, route.pairs)
+        self._heat_up(step)
         self.heat.advance()
         self.slots.policy.advance()
         self.cache.advance()
         self._account.step(step, result)
+        self.collect(wait=False)
         if self._steps % self._config.heat.save_every_steps == 0:
-            self.save_heat()
+            self._save_heat()
+
+    def _heat_up(self, step: StepState) -> None:
+        for route in step.routes:
+            self.heat.add(route.layer, route.experts, route.pairs)
+
+    def _close_epoch(self, epoch: int) -> None:
+        """End a step's hold on the arena; with copies under way that is put off, so that nobody waits for them."""
+        if self._fetcher.copying:
+            self._late_epoch = epoch
+        else:
+            self.cache.close_epoch(epoch)
+
+    def _close_late_epoch(self) -> None:
+        if self._late_epoch is not None:
+            self._fetcher.drain()
+            self.cache.close_epoch(self._late_epoch)
+            self._late_epoch = None
+
+    def _give_up_device(self) -> None:
+        """Before memory is given back: no copy is under way, and what was counted is booked. A device that failed
+        cannot be waited for; what ended the process has been said already."""
+        try:
+            self._close_late_epoch()
+            self.collect()
+        except (RuntimeError, ResidencyError) as error:
+            logger.warning("the device did not finish its work: %s", error)
 
 
-def _miss_mode(config: TiersConfig, pool: RowPool) -> PassMode:
+def _miss_mode(config: TiersConfig, *, on_host: bool) -> PassMode:
     if config.miss.mode == "auto":
-        return PassMode.INLINE if pool.device.type == "cpu" else PassMode.REPLAY
+        return PassMode.INLINE if on_host else PassMode.REPLAY
     return PassMode(config.miss.mode)
 
 

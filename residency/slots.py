@@ -23,7 +23,8 @@ _TAKEN = -2  # out of the free list, bytes on the way, not published
 class SlotTable:
     """int32 [layers, experts] of slot numbers, -1 where absent, and the owner of every slot.
 
-    `table` and `numpy` are two views of one memory. `codec` says what the rows in these slots are.
+    `table` and `numpy` are two views of one memory; a device's copy of it is behind if it was made at another
+    `version`. `codec` says what the rows in these slots are.
     """
 
     def __init__(self, layers: int, experts: int, slots: int, codec: str) -> None:
@@ -33,6 +34,7 @@ class SlotTable:
         self.table = torch.full((layers, experts), ABSENT, dtype=torch.int32)
         self.numpy: npt.NDArray[np.int32] = self.table.numpy()
         self.owners = [_FREE] * slots
+        self.version = 0  # changes with every change of the table
 
     def slot_of(self, key: int) -> int:
         """Slot of a row key, or -1."""
@@ -41,11 +43,13 @@ class SlotTable:
     def bind(self, slot: int, key: int) -> None:
         self.numpy[key // self.experts, key % self.experts] = slot
         self.owners[slot] = key
+        self.version += 1
 
     def unbind(self, slot: int) -> None:
         key = self.owners[slot]
         self.numpy[key // self.experts, key % self.experts] = ABSENT
         self.owners[slot] = _FREE
+        self.version += 1
 
 
 class SlotPool:
@@ -83,6 +87,11 @@ class SlotPool:
     def used(self) -> int:
         """Published slots."""
         return len(self.policy)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row has a slot. It stays so, because then nothing is ever evicted."""
+        return self.used == self.table.layers * self.table.experts
 
     @property
     def free(self) -> int:

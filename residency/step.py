@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -44,6 +44,31 @@ class MissSettings:
     replay_enabled: bool = True
 
 
+class Layers(Protocol):
+    """What runs the layers of a pass, seen from outside the pass."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether reading what a pass counted means to wait for it, so that it is better put off."""
+        ...
+
+    def begin(self, state: PassState) -> None:
+        """Before each forward pass."""
+        ...
+
+    def end(self) -> None:
+        """After each forward pass, also if it raised."""
+        ...
+
+    def learn(self, state: PassState) -> None:
+        """After a replay pass: complete its state."""
+        ...
+
+    def defer(self, step: StepState) -> None:
+        """Instead of `learn`, if the pass cannot have missed: the step's counts come later."""
+        ...
+
+
 class StepRunner:
     """Runs steps. `arm` is called with the state of each pass before it and with None after the last one."""
 
@@ -54,6 +79,7 @@ class StepRunner:
         fetcher: Fetcher,
         consensus: Consensus,
         settings: MissSettings,
+        layers: Layers,
         arm: Arm,
     ) -> None:
         self._geometry = geometry
@@ -61,7 +87,10 @@ class StepRunner:
         self._fetcher = fetcher
         self._consensus = consensus
         self._settings = settings
+        self._layers = layers
         self._arm = arm
+        self._may_complete: bool | None = None  # whether all ranks' pools have a slot for every row
+        self._complete = False  # whether all ranks' pools hold every row
 
     @property
     def mode(self) -> PassMode:
@@ -71,19 +100,49 @@ class StepRunner:
     def run(self, forward: Callable[[PassPath], T], step: StepState) -> StepResult[T]:
         """One step. What `forward` raises goes through; a failed read does not raise."""
         try:
-            if self._settings.mode is PassMode.INLINE or step.tokens.eager:
+            if self._settings.mode is PassMode.INLINE:
+                return self._run_inline(forward, step, 0, "clean")
+            if self._nothing_can_miss():
+                return self._run_complete(forward, step)
+            if step.tokens.eager:
                 return self._run_inline(forward, step, 0, "clean")
             return self._run_replay(forward, step)
         finally:
             self._arm(None)
+
+    def _nothing_can_miss(self) -> bool:
+        """Whether every rank's pool holds every row. All ranks ask at the same steps: at every one until it is so, if
+        their pools have room for every row; otherwise once."""
+        if not self._layers.defers or self._complete:
+            return self._complete
+        if self._may_complete is None:
+            self._may_complete = self._consensus.sum(int(self._slots.slots < self._geometry.rows)) == 0
+        if self._may_complete:
+            self._complete = self._consensus.sum(int(not self._slots.complete)) == 0
+        return self._complete
+
+    def _pass(self, forward: Callable[[PassPath], T], path: PassPath, state: PassState) -> T:
+        self._arm(state)
+        try:
+            self._layers.begin(state)
+            return forward(path)
+        finally:
+            self._layers.end()
+
+    def _run_complete(self, forward: Callable[[PassPath], T], step: StepState) -> StepResult[T]:
+        """A pass that cannot miss on any rank: nobody waits for what it counts."""
+        state = PassState(PassMode.REPLAY, first=True, step=step)
+        value = self._pass(forward, PassPath.GRAPH, state)
+        step.deferred = True
+        self._layers.defer(step)
+        return StepResult(value, "clean", 1, 0)
 
     def _run_inline(
         self, forward: Callable[[PassPath], T], step: StepState, passes: int, outcome: Outcome
     ) -> StepResult[T]:
         """A pass that serves its misses layer by layer and so cannot miss; the last one of any step."""
         state = PassState(PassMode.INLINE, first=passes == 0, step=step)
-        self._arm(state)
-        value = forward(PassPath.EAGER)
+        value = self._pass(forward, PassPath.EAGER, state)
         failures, failed_tokens = self._agree_on_failures(state)
         step.routes = state.routes
         return StepResult(
@@ -99,8 +158,8 @@ class StepRunner:
         """Passes that leave missing experts out, repeated until none is missing, or until inline takes over."""
         for passes in range(1, self._settings.max_replays + 2):
             state = PassState(PassMode.REPLAY, first=passes == 1, step=step)
-            self._arm(state)
-            value = forward(PassPath.GRAPH)
+            value = self._pass(forward, PassPath.GRAPH, state)
+            self._layers.learn(state)
             if self._consensus.sum(state.missing_pairs) == 0:
                 self._accept(state)
                 return StepResult(value, "clean" if passes == 1 else "replayed", passes, step.missed_pairs)

@@ -28,6 +28,14 @@ def plan(
     model: ModelArgument = None,
     config: ConfigOption = None,
     tp: TensorParallelOption = 1,
+    graph_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Tokens of the largest batch that a CUDA graph must serve without a miss: the pool holds every"
+            " expert of a layer that it can route to.",
+        ),
+    ] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON, also if it is refused.")
     ] = False,
@@ -35,7 +43,7 @@ def plan(
     """Show bytes per tier, coverage and floors of MODEL; status 1 and one line if it cannot work here."""
     folder, tiers = read_inputs(model, config)
     with Checkpoint.open(folder) as checkpoint:
-        result = plan_for(checkpoint, tiers, tp)
+        result = plan_for(checkpoint, tiers, tp, graph_tokens=graph_tokens)
     if as_json:
         typer.echo(json.dumps(result.to_json(), indent=2))
     else:
@@ -61,11 +69,17 @@ def _tiers(result: Plan, folder: str) -> Table:
         table.add_row("disk", str(rank.rank), *_amounts(result.rows, result), escape(folder))
     for rank in result.ranks:
         where = "no arena" if result.arena_kind == "none" else f"{result.arena_kind} host memory"
+        if rank.pinned_bytes:
+            node = "no NUMA node" if rank.numa_node is None else f"NUMA node {rank.numa_node}"
+            where = f"{format_bytes(rank.pinned_bytes)} pinned, {node}"
         if rank.staging_bytes:
             where += f", {format_bytes(rank.staging_bytes)} for reads in flight"
         table.add_row("host", str(rank.rank), *_amounts(rank.arena_rows, result), where)
     for rank in result.ranks:
-        table.add_row("device", str(rank.rank), *_amounts(rank.pool_rows, result), result.device)
+        device = (
+            f"cuda:{rank.rank}" if result.device.startswith("cuda:") and result.tp_size > 1 else result.device
+        )
+        table.add_row("device", str(rank.rank), *_amounts(rank.pool_rows, result), device)
     return table
 
 

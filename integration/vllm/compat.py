@@ -97,6 +97,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
         ("self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds"),
     ),
     Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.capture_model", ("self",)),
+    Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.profile_cudagraph_memory", ("self",)),
 )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ziggurat.integration.vllm import compat
+from ziggurat.integration.vllm.compute import check_compute
 from ziggurat.integration.vllm.errors import SetupError, UnsupportedFeatureError
 from ziggurat.integration.vllm.settings import LOAD_FORMAT, read_settings, tiers_requested
 
@@ -39,6 +40,10 @@ _REFUSED: tuple[_Check, ...] = (
     ("sleep mode (--enable-sleep-mode)", lambda c: _sleeps(c)),
     ("weight offloading (--cpu-offload-gb, --offload-*)", lambda c: _offloads(c)),
     ("--calculate-kv-scales", lambda c: bool(getattr(c.cache_config, "calculate_kv_scales", False))),
+    (
+        "--kv-sharing-fast-prefill",
+        lambda c: bool(getattr(c.cache_config, "kv_sharing_fast_prefill", False)),
+    ),
     ("a model with recurrent state (hybrid)", lambda c: bool(getattr(c.model_config, "is_hybrid", False))),
     ("a pooling model", lambda c: c.model_config.runner_type == "pooling"),
     ("the V2 model runner (set VLLM_USE_V2_MODEL_RUNNER=0)", lambda c: bool(c.use_v2_model_runner)),
@@ -83,7 +88,7 @@ def check_engine(vllm_config: Any) -> None:
             f"the engine is configured for tiers but has --load-format {vllm_config.load_config.load_format}: the "
             f"experts would stay empty; add --load-format {LOAD_FORMAT} or start with `ziggurat serve`"
         )
-    read_settings(vllm_config)
+    check_compute(vllm_config, read_settings(vllm_config).config)
     for what, present in _REFUSED:
         if present(vllm_config):
             raise UnsupportedFeatureError(f"{what} is not supported together with tiered experts; remove it")

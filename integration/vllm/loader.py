@@ -12,6 +12,7 @@ from safetensors import safe_open
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from ziggurat.integration.vllm import compat
+from ziggurat.integration.vllm.compute import placement_of
 from ziggurat.integration.vllm.consensus import TensorParallelConsensus
 from ziggurat.integration.vllm.errors import SetupError
 from ziggurat.integration.vllm.guard import check_engine
@@ -44,7 +45,8 @@ class ZigguratLoader(DefaultModelLoader):
         check_engine(vllm_config)
         rank, size, consensus = _place()
         with Checkpoint.open(Path(model_config.model)) as checkpoint:
-            tiered = TieredModel(settings, checkpoint, rank, size, consensus, vllm_config.instance_id)
+            place = placement_of(vllm_config, settings.config, kernels=settings.debug.kernels)
+            tiered = TieredModel(settings, checkpoint, rank, size, consensus, vllm_config.instance_id, place)
             self._tiered = tiered
             with tiered.construct():
                 model = super().load_model(vllm_config, model_config, prefix=prefix)

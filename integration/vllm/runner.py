@@ -2,6 +2,10 @@
 
 ``_model_forward`` is the one call between the inputs of a scheduled batch and its logits: profiling, warm-up and graph
 capture call the model directly, so they never arm the tiers.
+
+A step may call it several times. What a second call touches is either written to the same place with the same or the
+repaired value (KV blocks by slot, the output buffer of a captured graph), or read only (attention metadata, slot
+mappings, input ids; the embeddings of a text model are computed anew). Sampling and everything after it comes once.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ def patch_runner() -> None:
     patch_once(GPUModelRunner, "_model_forward", _wrap_forward)
     patch_once(GPUModelRunner, "sample_tokens", _wrap_sample)
     patch_once(GPUModelRunner, "capture_model", _wrap_capture)
+    # It captures graphs, too, to learn what they take.
+    patch_once(GPUModelRunner, "profile_cudagraph_memory", _wrap_capture)
 
 
 def runner_is_patched() -> bool:
@@ -64,6 +70,16 @@ def _wrap_execute(original: Any) -> Any:
 
 
 def _wrap_forward(original: Any) -> Any:
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import get_forward_context
+
+    def prepare(path: PassPath) -> None:
+        """Every pass numbers its MoE layers from zero; an eager pass must not replay a captured graph."""
+        context = get_forward_context()
+        context.moe_layer_index = 0
+        if path is PassPath.EAGER:
+            context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+
     def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         tiered = _tiered(self)
         scheduler_output = getattr(self, _STEP, None)
@@ -71,7 +87,7 @@ def _wrap_forward(original: Any) -> Any:
             return original(self, *args, **kwargs)
 
         def forward(path: PassPath) -> Any:
-            _prepare_context(path)
+            prepare(path)
             return original(self, *args, **kwargs)
 
         requests = list(self.input_batch.req_ids)
@@ -79,24 +95,19 @@ def _wrap_forward(original: Any) -> Any:
         batch = self.input_batch
         n = len(requests)
         in_prompt = batch.num_computed_tokens_cpu[:n] < batch.num_prompt_tokens[:n]
-        tokens = StepTokens(count=int(counts.sum()), prefill=np.repeat(in_prompt, counts))
+        # A step of a GPU that replays no graph runs in eager code anyway, where misses are served at once.
+        eager = tiered.place.on_gpu and get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.NONE
+        tokens = StepTokens(
+            count=int(counts.sum()),
+            prefill=np.repeat(in_prompt, counts) if in_prompt.any() else None,
+            eager=eager,
+        )
         result = tiered.service.run_step(forward, tokens)
         if result.failures and result.failed_tokens is not None:
             setattr(self, _FAILED, _failed_requests(requests, counts, result.failed_tokens, result.failures))
         return result.value
 
     return _model_forward
-
-
-def _prepare_context(path: PassPath) -> None:
-    """Every pass numbers its MoE layers from zero; an eager pass must not replay a captured graph."""
-    from vllm.config import CUDAGraphMode
-    from vllm.forward_context import get_forward_context
-
-    context = get_forward_context()
-    context.moe_layer_index = 0
-    if path is PassPath.EAGER:
-        context.cudagraph_runtime_mode = CUDAGraphMode.NONE
 
 
 def _failed_requests(requests: list[str], counts: Any, failed_tokens: Any, failures: Any) -> dict[str, str]:

@@ -16,7 +16,7 @@ from ziggurat.residency.config import TiersConfig
 
 KEY = "ziggurat"
 LOAD_FORMAT = "ziggurat"
-_DEBUG_KEYS = frozenset({"capture_logits", "replay", "consensus", "shuffle_slots"})
+_DEBUG_KEYS = frozenset({"capture_logits", "replay", "consensus", "shuffle_slots", "kernels"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,14 @@ class DebugOptions:
     replay: False leaves missing experts out (negative control: results are then wrong).
     consensus: False lets each tensor-parallel rank decide alone (negative control: ranks then diverge or hang).
     shuffle_slots: seed for the order in which free slots are handed out.
+    kernels: run the layers of a CPU the way those of a GPU run, behind kernels and static tensors.
     """
 
     capture_logits: Path | None = None
     replay: bool = True
     consensus: bool = True
     shuffle_slots: int | None = None
+    kernels: bool = False
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> DebugOptions:
@@ -48,6 +50,7 @@ class DebugOptions:
             replay=bool(raw.get("replay", True)),
             consensus=bool(raw.get("consensus", True)),
             shuffle_slots=None if seed is None else int(seed),
+            kernels=bool(raw.get("kernels", False)),
         )
 
 

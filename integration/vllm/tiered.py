@@ -18,12 +18,14 @@ from ziggurat.integration.observability.endpoint import serve_metrics
 from ziggurat.integration.observability.shared import SharedBuffer
 from ziggurat.integration.packing import ensure_packs, open_pack, pack_paths
 from ziggurat.integration.vllm.capture import LogitsCapture
+from ziggurat.integration.vllm.compute import join_logs
 from ziggurat.integration.vllm.errors import SetupError, UnsupportedFeatureError
 from ziggurat.integration.vllm.settings import Settings
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.residency.consensus import Consensus
 from ziggurat.residency.factory import geometry_of, open_service
 from ziggurat.residency.metrics import TierMetrics
+from ziggurat.residency.placement import Placement
 from ziggurat.residency.service import ExpertService
 from ziggurat.stores.checkpoint import Checkpoint
 
@@ -51,6 +53,7 @@ class TieredModel:
 
     settings: what the engine was configured with. checkpoint: the opened model folder (headers only).
     rank, size: tensor-parallel place of this process. consensus: agreement with the other ranks.
+    place: where and on what this worker computes.
     """
 
     def __init__(
@@ -61,17 +64,20 @@ class TieredModel:
         size: int,
         consensus: Consensus,
         instance: str,
+        place: Placement,
     ) -> None:
         self.settings = settings
         self.checkpoint = checkpoint
         self.rank = rank
         self.size = size
         self.instance = instance
+        self.place = place
         self.consensus = consensus
         self.service: ExpertService | None = None
         folder = settings.debug.capture_logits
         self.capture = None if folder is None else LogitsCapture(folder, rank)
         self._layers: list[str] = []
+        self._clamps: set[float | None] = set()
         self._buffer: SharedBuffer | None = None
         self._stop_endpoint: Callable[[], None] | None = None
 
@@ -92,12 +98,17 @@ class TieredModel:
             "apply_router_weight_on_input": layer.apply_router_weight_on_input,
             "an activation other than SiLU": str(getattr(layer.activation, "value", layer.activation))
             != "silu",
-            "a clamped SwiGLU (swiglu_limit)": bool(getattr(layer, "swiglu_limit", None)),
+            "a SwiGLU with swiglu_alpha": getattr(layer, "swiglu_alpha", None) not in (None, 1.0),
+            "a SwiGLU with swiglu_beta": getattr(layer, "swiglu_beta", None) not in (None, 0.0),
             "expert parallelism": moe.moe_parallel_config.use_ep,
         }
         for what, present in refusals.items():
             if present:
                 raise UnsupportedFeatureError(f"{prefix}: {what} is not supported by tiered experts")
+        # As in vLLM's own kernels: gate at most the limit, up within plus and minus the limit, 0 for no limit.
+        self._clamps.add(float(getattr(layer, "swiglu_limit", None) or 0.0) or None)
+        if len(self._clamps) > 1:
+            raise UnsupportedFeatureError(f"{prefix}: layers with different values of swiglu_limit")
 
     def register_layer(self, layer: Any, prefix: str, experts: int, hidden: int, intermediate: int) -> int:
         """Number the next MoE layer and check that it is the one the checkpoint has there."""
@@ -129,15 +140,23 @@ class TieredModel:
         config = self.settings.config
         ensure_packs(self.checkpoint, config, self.size)
         debug = self.settings.debug
+        join_logs()
+        (clamp,) = self._clamps
         self._buffer = SharedBuffer(self.instance, self.rank)
         self.service = open_service(
             config,
-            geometry_of(self.checkpoint, self.size),
+            geometry_of(self.checkpoint, self.size, clamp=clamp),
             open_pack(self.checkpoint, config, self.rank, self.size),
             get_codec(config.codecs.base),
+            place=self.place,
             consensus=self.consensus,
             metrics=TierMetrics(self._buffer.view),
-            machine=machine_limits(config, pack_paths(self.checkpoint, config, self.size)),
+            machine=machine_limits(
+                config,
+                pack_paths(self.checkpoint, config, self.size),
+                tp_size=self.size,
+                rank=self.rank,
+            ),
             slot_seed=debug.shuffle_slots,
             replay_enabled=debug.replay,
             consensus_enabled=debug.consensus,

@@ -141,10 +141,11 @@ def test_a_tensor_parallel_size_the_experts_do_not_allow(folder: Path, tp: int) 
     assert str(tp) in str(result.exception) or "multiple" in str(result.exception)
 
 
-def test_a_device_without_a_pool_yet_is_refused(folder: Path) -> None:
-    result = run(DEMO, "-c", write_config(folder, device={"device": "cuda:0"}))
+def test_a_device_that_is_not_here_is_refused(folder: Path) -> None:
+    result = run(DEMO, "-c", write_config(folder, device={"device": "cuda:99"}))
     assert result.exit_code == 1
-    assert "tiers.device.device: there is no pool for cuda:0 yet" in str(result.exception)
+    assert isinstance(result.exception, ConfigError)
+    assert "tiers.device.device: there is no cuda:99 that torch and vLLM can use" in str(result.exception)
 
 
 def test_a_pack_folder_that_is_a_file_is_refused(folder: Path) -> None:

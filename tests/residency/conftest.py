@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from support import fake_moe
 from support.fake_moe import FakeModel, FakePacks, make_packs
 
 
@@ -28,3 +29,11 @@ def packs_tp2(tmp_path_factory: pytest.TempPathFactory) -> FakePacks:
 @pytest.fixture(scope="session")
 def model() -> FakeModel:
     return FakeModel.make()
+
+
+@pytest.fixture(params=["host", "device"])
+def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test twice: with layers that the host computes, and with layers behind kernels and static tensors."""
+    kind: str = request.param
+    monkeypatch.setattr(fake_moe, "ON_DEVICE", kind == "device")
+    return kind

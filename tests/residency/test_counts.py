@@ -12,6 +12,8 @@ from support.wrapped_packs import WrappedPack
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import OUTCOMES
 
+pytestmark = pytest.mark.usefixtures("layers")
+
 STEPS, TOKENS, PADDING = 6, 4, 2
 INLINE = {"mode": "inline"}
 REPLAY = {"mode": "replay", "max_replays": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ class Rig:
         )
         self.truth = read_all(packs)
 
-    def get(self, keys: Iterable[int], weight: float = 1.0, **options: bool) -> dict[int, str]:
+    def get(self, keys: Iterable[int], weight: float = 1.0, **options: Any) -> dict[int, str]:
         """Read and settle rows, checking every byte; key -> source, or the reason of its failure."""
         epoch = self.cache.open_epoch()
         found: dict[int, str] = {}

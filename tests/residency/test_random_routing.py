@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from support.fake_moe import EXPERTS, HIDDEN, LAYERS, TOP_K, FakePacks, bits_equal, tiers
 from ziggurat.residency.passes import PassPath, StepTokens
 from ziggurat.residency.service import ExpertService
+
+pytestmark = pytest.mark.usefixtures("layers")
 
 
 @dataclass

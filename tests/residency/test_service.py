@@ -21,6 +21,8 @@ from ziggurat.residency.passes import PassMode
 from ziggurat.residency.runtime_errors import GeometryMismatchError
 from ziggurat.residency.service import ExpertService
 
+pytestmark = pytest.mark.usefixtures("layers")
+
 
 def heat_file(packs: FakePacks, folder: Path) -> Path:
     header = packs.open().header
@@ -264,8 +266,13 @@ def test_parts_that_do_not_fit_together_are_refused(packs: FakePacks) -> None:
             build(packs, **changes)
 
 
-def test_auto_is_inline_on_the_cpu(packs: FakePacks) -> None:
-    for miss, mode in (({}, PassMode.INLINE), ({"mode": "replay"}, PassMode.REPLAY)):
+def test_auto_is_inline_where_the_host_computes(packs: FakePacks, layers: str) -> None:
+    auto = PassMode.INLINE if layers == "host" else PassMode.REPLAY
+    for miss, mode in (
+        ({}, auto),
+        ({"mode": "inline"}, PassMode.INLINE),
+        ({"mode": "replay"}, PassMode.REPLAY),
+    ):
         with tiers(packs, slots=4, miss=miss) as service:
             assert service.mode is mode
 

@@ -12,6 +12,8 @@ from support.fake_moe import TOP_K, FakeModel, FakePacks, Passes, bits_equal, op
 from support.ranks import DivergedError, ThreadConsensus, run_ranks
 from ziggurat.residency.passes import StepResult, StepTokens
 
+pytestmark = pytest.mark.usefixtures("layers")
+
 POOLS = {"100%": 48, "50%": 24, "25%": 12, "top_k+1": TOP_K + 1, "one": 1}
 MODES: dict[str, dict[str, Any]] = {
     "inline": {"mode": "inline"},

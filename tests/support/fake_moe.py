@@ -21,6 +21,7 @@ from ziggurat.allocators.pool import CpuPool
 from ziggurat.integration.packing import encoder_for
 from ziggurat.kernels.codecs.base import DecodedExpert
 from ziggurat.kernels.codecs.registry import get_codec
+from ziggurat.kernels.cpu.layer import CpuLayerKernels
 from ziggurat.kernels.cpu.moe import combine, expert_ffn
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.config import TiersConfig
@@ -28,7 +29,7 @@ from ziggurat.residency.consensus import Consensus, LocalConsensus
 from ziggurat.residency.factory import geometry_of
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import PassPath, StepResult, StepTokens
-from ziggurat.residency.ports import RowPack
+from ziggurat.residency.ports import RowPack, RowPool
 from ziggurat.residency.service import ExpertService, ServiceGeometry
 from ziggurat.stores.builder import build_pack
 from ziggurat.stores.checkpoint import Checkpoint
@@ -38,6 +39,10 @@ from ziggurat.stores.progress import NoProgress
 Moe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
+ON_DEVICE = (
+    False  # whether services that say nothing run their layers as on a device; the fixture `layers` sets it
+)
+MAX_TOKENS = 128
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 12, 3, 64, 64
 
 
@@ -174,11 +179,16 @@ def open_tiers(
     eviction: str = "lfu-decay",
     miss: dict[str, Any] | None = None,
     heat: dict[str, Any] | None = None,
+    on_device: bool | None = None,
+    pool: RowPool | None = None,
     **options: Any,
 ) -> ExpertService:
-    """A service over real packs, arena and pool. Both are filled with 0xFF, which is NaN in every codec."""
+    """A service over real packs, arena and pool. Both are filled with 0xFF, which is NaN in every codec.
+
+    on_device: run layers through kernels and static tensors as on a device, only on the CPU.
+    """
     pack = pack or packs.open(rank)
-    pool = CpuPool(slots, pack.header.stride)
+    pool = pool or CpuPool(slots, pack.header.stride)
     pool.tensor.fill_(0xFF)
     arena = None
     if places is not None:
@@ -187,9 +197,14 @@ def open_tiers(
     config = config_for(
         packs.paths[0].parent, policy={"eviction": eviction}, miss=miss or {}, heat=heat or {}
     )
+    g = packs.geometry
+    if ON_DEVICE if on_device is None else on_device:
+        sizes = ExpertGeometry(g.hidden, g.intermediate)
+        kernels = CpuLayerKernels(get_codec(packs.codec), sizes, g.experts, g.top_k, clamp=g.clamp)
+        options = {"kernels": kernels, "max_tokens": MAX_TOKENS, **options}
     return ExpertService(
         config,
-        packs.geometry,
+        g,
         get_codec(packs.codec),
         pack,
         pool,

@@ -70,6 +70,32 @@ def test_auto_is_inline_on_the_cpu(demo_model: Path, make_tiers: TiersFactory, r
         assert engine.service.metrics.value("ziggurat_replay_passes_total") == 0
 
 
+@pytest.mark.parametrize(
+    ("pool", "mode"),
+    [
+        ("100%", "replay-1"),
+        ("25%", "replay-3"),
+        ("25%", "inline"),
+        ("5 rows", "replay-1"),
+        ("1 rows", "replay-0"),
+    ],
+)
+def test_layers_as_on_a_device(
+    demo_model: Path, make_tiers: TiersFactory, reference: Reference, pool: str, mode: str
+) -> None:
+    """The CPU stands in for a device: kernels look slots up and count, the host reads the counts after each pass."""
+    expected = reference(demo_model, "bf16")
+    tiers = make_tiers(pool=pool, **MODES[mode])
+    with open_engine(demo_model, tiers, {"kernels": True, "shuffle_slots": 3}) as engine:
+        assert_identical(expected, run_workloads(engine))
+        service = engine.service
+        service.collect()
+        routed = service.metrics.value("ziggurat_routed_pairs_total")
+        hit, missed = (service.metrics.value(f"ziggurat_{name}_pairs_total") for name in ("hit", "missed"))
+        assert routed == hit + missed > 0
+        assert (missed == 0) == (pool == "100%")
+
+
 @pytest.mark.parametrize("codec", ["w2", "fp4"])
 @pytest.mark.parametrize("mode", ["inline", "replay-1"])
 def test_codecs(

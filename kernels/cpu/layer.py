@@ -1,0 +1,105 @@
+"""A whole MoE layer on the CPU, with the contract of the device kernels.
+
+It makes the logic that drives those kernels testable without a device: the same tensors, the same calls, the same
+promises about padding, missing experts and counts. Bits are those of `ziggurat.kernels.cpu.moe` over decoded experts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ziggurat.kernels.codecs.base import Codec
+from ziggurat.kernels.cpu.moe import combine, expert_ffn
+from ziggurat.kernels.errors import CodecError
+from ziggurat.kernels.geometry import ExpertGeometry
+
+__all__ = ["CpuLayerKernels"]
+
+
+class CpuLayerKernels:
+    """MoE layers of one shape. Holds the contributions of the layer that `begin` started, nothing else.
+
+    experts: E, routed experts of a layer. top_k: k, choices of a token. clamp: limit of the clamped SwiGLU.
+    """
+
+    def __init__(
+        self, codec: Codec, geometry: ExpertGeometry, experts: int, top_k: int, *, clamp: float | None = None
+    ) -> None:
+        self._codec = codec
+        self._geometry = geometry
+        self._experts = experts
+        self._top_k = top_k
+        self._clamp = clamp
+        self._partials: torch.Tensor | None = None
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        slots: torch.Tensor,
+        pool: torch.Tensor,
+        live: torch.Tensor,
+        prefill: torch.Tensor | None,
+        counts: torch.Tensor | None,
+        tally: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """x [T, H], weights and ids [T, k] -> [T, H] in x's dtype; experts without a slot contribute zero.
+
+        slots int32 [E]; pool uint8 [S, stride]; live int32 [1]; prefill uint8 [>= T]; counts int32 [E, 2] is set,
+        tally int32 [2] is added to.
+        """
+        self.begin(x, topk_ids, live)
+        self.add(x, topk_ids, live, slots=slots, pool=pool)
+        alive = topk_ids[: int(live[0])].long()
+        valid = (alive >= 0) & (alive < self._experts)
+        if counts is not None:
+            counts[:, 0] = torch.bincount(alive[valid], minlength=self._experts)
+            if prefill is None:
+                counts[:, 1] = counts[:, 0]
+            else:
+                steady = valid & (prefill[: len(alive), None] == 0)
+                counts[:, 1] = torch.bincount(alive[steady], minlength=self._experts)
+        if tally is not None:
+            tally[0] += (slots[alive[valid]] < 0).sum()
+            tally[1] += (~valid).sum()
+        return self.finish(x, topk_weights, topk_ids, live)
+
+    def begin(self, x: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor) -> None:
+        """Start a layer: no contributions yet."""
+        self._partials = torch.zeros(
+            int(live[0]), self._top_k, self._geometry.hidden, dtype=torch.float32, device=x.device
+        )
+
+    def add(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        live: torch.Tensor,
+        *,
+        slots: torch.Tensor,
+        pool: torch.Tensor,
+    ) -> None:
+        """Contributions of every expert with a slot in `slots`."""
+        flat = self._begun().view(-1, self._geometry.hidden)
+        chosen = topk_ids[: int(live[0])].reshape(-1)
+        for expert, slot in enumerate(slots.tolist()):
+            pairs = torch.nonzero(chosen == expert).squeeze(1)
+            if slot >= 0 and len(pairs):
+                weights = self._codec.decode(pool[slot], self._geometry)
+                flat[pairs] = expert_ffn(x[pairs // self._top_k], weights, clamp=self._clamp)
+
+    def finish(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor
+    ) -> torch.Tensor:
+        """The layer's result; a new one has to begin after this."""
+        partials, self._partials = self._begun(), None
+        out = x.new_zeros(x.shape)
+        out[: len(partials)] = combine(partials, topk_weights[: len(partials)], x.dtype)
+        return out
+
+    def _begun(self) -> torch.Tensor:
+        if self._partials is None:
+            raise CodecError("a layer was continued that had not begun")
+        return self._partials

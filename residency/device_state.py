@@ -1,0 +1,120 @@
+"""The static tensors that captured graphs of one service read and write, in one place with one way in.
+
+Their addresses never change, so a graph that was captured before the first step serves every step. Whatever a pass
+needs to know is put into them in stream order before it, and whatever it learns is taken out in stream order after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ziggurat.residency.passes import BoolArray, IntArray
+from ziggurat.residency.runtime_errors import StepError
+from ziggurat.residency.slots import ABSENT, SlotTable
+from ziggurat.residency.transfers import Download, EventFactory, Uploads
+
+_HEAD = 4  # words before the counts: live, a spare one, and the tally's two, which start on 8 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What a pass counted. missing, invalid: live pairs without a slot, and with an id that is no expert.
+
+    pairs, steady: int64 [L, E], live pairs routed to each expert: of all tokens, of those that are not prefill.
+    """
+
+    missing: int
+    invalid: int
+    pairs: IntArray
+    steady: IntArray
+
+
+class DeviceState:
+    """slot table int32 [L, E], live int32 [1], prefill uint8 [max_tokens], counts int32 [L, E, 2], tally int32 [2].
+
+    Between passes `live` is 0, so that whatever the model runs outside a step (profiling, capture, dummy batches)
+    computes nothing and counts nothing. max_tokens: rows of the largest batch that a layer can be called with.
+    events: makes events; for tests.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        max_tokens: int,
+        device: torch.device,
+        *,
+        events: EventFactory | None = None,
+    ) -> None:
+        if max_tokens < 1:
+            raise StepError(f"the largest batch has at least 1 token, not {max_tokens}")
+        self.device = device
+        self.max_tokens = max_tokens
+        self._words = torch.zeros(_HEAD + layers * experts * 2, dtype=torch.int32, device=device)
+        self._shape = (layers, experts, 2)
+        self.live = self._words[0:1]
+        self.tally = self._words[2:4]
+        counts = self._words[_HEAD:].view(self._shape)
+        table = torch.full((layers, experts), ABSENT, dtype=torch.int32, device=device)
+        self.table = table
+        self.prefill = torch.zeros(max_tokens, dtype=torch.uint8, device=device)
+        self.chunk = torch.full((experts,), ABSENT, dtype=torch.int32, device=device)
+        # One view per layer, made once: a replayed step makes no objects, and an eager one few.
+        self.table_of = tuple(table.unbind(0))
+        self.counts_of = tuple(counts.unbind(0))
+        self._tables = Uploads((layers, experts), torch.int32, device, depth=2, events=events)
+        self._flags = Uploads((max_tokens,), torch.uint8, device, events=events)
+        self._chunks = Uploads((experts,), torch.int32, device, depth=8, events=events)
+        self._events = events
+        self._answer = self.download()
+        self._flagged = 0  # leading rows of `prefill` that may hold a 1
+        self._version = -1  # of the slot table that `table` shows
+
+    def arm(self, live: int, prefill: BoolArray | None) -> None:
+        """Before a pass: `live` tokens, prefill bool [live], nothing counted yet."""
+        if live > self.max_tokens:
+            raise StepError(
+                f"a step of {live} live tokens is larger than the largest batch, {self.max_tokens}"
+            )
+        self._words.zero_()
+        self.live.fill_(live)
+        flags = prefill is not None and bool(prefill.any())
+        if flags or self._flagged:
+            values = np.zeros(max(live, self._flagged), dtype=np.uint8)
+            if prefill is not None:
+                values[:live] = prefill
+            self._flags.send(values, self.prefill)
+            self._flagged = live if flags else 0
+
+    def disarm(self) -> None:
+        """After a pass. What it counted is gone, unless a download was taken before."""
+        self.live.fill_(0)
+
+    def show(self, table: SlotTable) -> None:
+        """Make the device's table that of the host. Queued behind the row copies that the caller has waited for."""
+        if table.version != self._version:
+            self._tables.send(table.numpy, self.table)
+            self._version = table.version
+
+    def show_chunk(self, slots: npt.NDArray[np.int32]) -> torch.Tensor:
+        """int32 [E] on the device for one `add`; the next chunk may be shown once that call is queued."""
+        self._chunks.send(slots, self.chunk)
+        return self.chunk
+
+    def download(self) -> Download:
+        """A buffer for what a pass counted."""
+        return Download(self._words, events=self._events)
+
+    def counted(self) -> Counted:
+        """What the pass that is queued now will have counted: waits for its end."""
+        self._answer.take()
+        return self.parse(self._answer.read())
+
+    def parse(self, words: npt.NDArray[np.int32]) -> Counted:
+        """The contents of a download."""
+        counts = words[_HEAD:].reshape(self._shape).astype(np.int64)
+        return Counted(int(words[2]), int(words[3]), counts[..., 0], counts[..., 1])

@@ -1,0 +1,150 @@
+"""The parts of a service that depend on where its layers compute: pool, arena, kernels."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ziggurat.kernels.codecs.base import Codec
+from ziggurat.kernels.cpu.layer import CpuLayerKernels
+from ziggurat.kernels.geometry import ExpertGeometry
+from ziggurat.residency.geometry import ServiceGeometry
+from ziggurat.residency.ports import LayerKernels, RowArena, RowPool
+from ziggurat.residency.runtime_errors import UnsupportedDeviceError
+from ziggurat.residency.sizes import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = (torch.bfloat16, torch.float16)
+# Below this many bytes a row is moved by a kernel, from it on by the copy engine (measured: bench/transfers).
+GATHER_BELOW = 512 << 10
+_SAY_EVERY = 5.0  # seconds between two lines about an arena in the making
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where layers compute, and on what.
+
+    device: "cpu" or "cuda:N" of this process. dtype: of the activations. max_tokens: rows of the largest batch.
+    kernels: run layers behind kernels and static tensors, as always on a GPU; on the CPU that is for tests.
+    """
+
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+    max_tokens: int = 0
+    kernels: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def check(self, codec: str) -> None:
+        """UnsupportedDeviceError for a device that is not here, and for activations that its kernels do not take."""
+        if self.device.type == "cpu":
+            return
+        if not self.on_gpu:
+            raise UnsupportedDeviceError(
+                f"layers compute on the CPU or on a CUDA device, not on {self.device}"
+            )
+        if self.device.index is None or self.device.index >= torch.cuda.device_count():
+            raise UnsupportedDeviceError(
+                f"tiers.device.device: torch sees {torch.cuda.device_count()} CUDA devices and no {self.device}; set "
+                "it to auto or cpu, or see `ziggurat doctor`"
+            )
+        self.check_dtype(codec)
+
+    def check_dtype(self, codec: str) -> None:
+        """UnsupportedDeviceError for activations that the kernels of a GPU do not take."""
+        if self.dtype not in _DTYPES:
+            raise UnsupportedDeviceError(
+                f"layers on a GPU take bfloat16 or float16 activations, not {_name(self.dtype)}; start with --dtype "
+                "bfloat16"
+            )
+        if codec == "bf16" and self.dtype is not torch.bfloat16:
+            raise UnsupportedDeviceError(
+                f"codecs.base: bf16 rows need bfloat16 activations on a GPU, not {_name(self.dtype)}; start with "
+                "--dtype bfloat16 or set it to w2 or fp4"
+            )
+
+
+def open_pool(place: Placement, slots: int, stride: int) -> RowPool:
+    """The pool of a placement. The allocators' errors if the memory is not to be had."""
+    if not place.on_gpu:
+        from ziggurat.allocators.pool import CpuPool
+
+        return CpuPool(slots, stride)
+    from ziggurat.allocators.cuda_pool import CudaPool
+    from ziggurat.allocators.movers import BatchedCopies, RowMover
+    from ziggurat.kernels.cuda.gather import GatherKernel
+
+    mover: RowMover = BatchedCopies() if stride >= GATHER_BELOW else GatherKernel(place.device.index)
+    return CudaPool(slots, stride, place.device, mover=mover)
+
+
+def open_arena(
+    place: Placement, places: int, stride: int, *, kind: str, numa: str | int, on_limit: str
+) -> RowArena:
+    """Host memory for rows on their way to the pool: page-locked for a GPU, unless the plan says pageable.
+
+    kind: "pinned" or "pageable". numa, on_limit: as in the configuration.
+    """
+    from ziggurat.allocators import opening
+
+    if kind != "pinned" or not place.on_gpu:
+        return opening.open_arena("pageable", places, stride)
+    choice = opening.arena_node(numa, place.device.index)
+    if choice.note is not None:
+        logger.info("%s", choice.note)
+    return opening.open_arena(
+        "pinned",
+        places,
+        stride,
+        device=place.device.index,
+        node=choice.node,
+        pageable_instead=on_limit == "pageable",
+        progress=_progress(),
+    )
+
+
+def open_kernels(place: Placement, geometry: ServiceGeometry, codec: Codec) -> LayerKernels | None:
+    """What runs layers, or None where the host computes them."""
+    sizes = ExpertGeometry(geometry.hidden, geometry.intermediate)
+    if place.on_gpu:
+        module = importlib.import_module("ziggurat.kernels.cuda.layer")
+        kernels: LayerKernels = module.CudaLayerKernels(
+            codec.name,
+            sizes,
+            geometry.experts,
+            geometry.top_k,
+            clamp=geometry.clamp,
+            dtype=place.dtype,
+            device=place.device,
+            max_tokens=place.max_tokens,
+        )
+        return kernels
+    if place.kernels:
+        return CpuLayerKernels(codec, sizes, geometry.experts, geometry.top_k, clamp=geometry.clamp)
+    return None
+
+
+def _progress() -> Callable[[int, int], None]:
+    """Says now and then how much of an arena is ready, if that takes long."""
+    said = time.monotonic()
+
+    def say(ready: int, whole: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= _SAY_EVERY:
+            said = now
+            logger.info("arena: %s of %s locked", format_bytes(ready), format_bytes(whole))
+
+    return say
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
