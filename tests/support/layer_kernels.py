@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import torch
 from support.layers import Batch, Layer, placed
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.cpu.layer import CpuLayerKernels
-from ziggurat.residency.ports import LayerKernels
+
+if TYPE_CHECKING:  # at run time the kernels need nothing of the runtime
+    from ziggurat.residency.ports import LayerKernels
 
 #: For pytest.mark.parametrize: every implementation.
 KINDS = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))

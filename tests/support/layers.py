@@ -82,16 +82,8 @@ def pack(
     return Layer(codec, geometry, len(rows), top_k, clamp, torch.stack(rows))
 
 
-@lru_cache(maxsize=8)
-def random_layer(
-    codec: str,
-    hidden: int,
-    intermediate: int,
-    experts: int,
-    top_k: int,
-    clamp: float | None = None,
-    seed: int = 0,
-) -> Layer:
+@lru_cache(maxsize=4)
+def random_experts(hidden: int, intermediate: int, experts: int, seed: int) -> tuple[Expert, ...]:
     """Normally distributed weights that keep the size of what they multiply; a few channels are much larger."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -101,13 +93,25 @@ def random_layer(
         return Weight(name, "bf16", (rows, cols), values.bfloat16())
 
     def expert() -> Expert:
-        return Expert(
-            weight("w1", intermediate, hidden),
-            weight("w3", intermediate, hidden),
-            weight("w2", hidden, intermediate),
-        )
+        gate, up = (weight(name, intermediate, hidden) for name in ("w1", "w3"))
+        return Expert(gate, up, weight("w2", hidden, intermediate))
 
-    return pack(codec, ExpertGeometry(hidden, intermediate), top_k, (expert() for _ in range(experts)), clamp)
+    return tuple(expert() for _ in range(experts))
+
+
+@lru_cache(maxsize=16)
+def random_layer(
+    codec: str,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int,
+    clamp: float | None = None,
+    seed: int = 0,
+) -> Layer:
+    """A layer of random_experts; the same for every codec, but for what the codec makes of them."""
+    source = random_experts(hidden, intermediate, experts, seed)
+    return pack(codec, ExpertGeometry(hidden, intermediate), top_k, source, clamp)
 
 
 @dataclass(frozen=True)
