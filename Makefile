@@ -3,7 +3,7 @@ PYTHON ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit format clean clean-cache
+.PHONY: help setup demo test lint unit format images clean clean-cache
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -28,6 +28,10 @@ format: ## lay the code out by the house style
 	$(PYTHON) .ci/lanes/setup.py 0.32
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
+
+images: ## compile the CUDA kernels to the images that are committed
+	$(PYTHON) .ci/lanes/setup.py 0.32
+	.venv/bin/python -m ziggurat.kernels.build
 
 clean: ## remove what was built in this clone (not the shared environments)
 	rm -rf .venv .venv-0.24 .venv*.removing build *.egg-info

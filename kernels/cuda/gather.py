@@ -46,7 +46,7 @@ class GatherKernel:
 
     def __init__(self, device: int, *, blocks: int = BLOCKS) -> None:
         """Load the kernel onto device number `device`. Raises UnsupportedGpuError, ImageError or CudaError."""
-        self._kernel = kernel("gather_rows", device)
+        self.kernel = kernel("gather_rows", device)
         self._blocks = blocks
         self._batch = Batch()
         self._lock = threading.Lock()
@@ -63,7 +63,7 @@ class GatherKernel:
                 chunks = self._batch.fill(rows[:, start : start + MAX_ROWS])
                 if chunks:
                     blocks = min(self._blocks, chunks)
-                    self._kernel.launch(blocks, THREADS, self._batch.params, stream=stream)
+                    self.kernel.launch(blocks, THREADS, self._batch.params, stream=stream)
 
 
 class Batch:

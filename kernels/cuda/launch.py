@@ -14,7 +14,7 @@ from typing import Any
 from ziggurat.kernels.cuda import driver
 from ziggurat.kernels.cuda.errors import CudaError, LaunchError
 
-# Dynamic shared memory that every kernel may use without asking.
+# Shared memory, static and dynamic together, that a block has without asking for more.
 _SHARED_FREE = 48 * 1024
 # Configurations kept per kernel; decode shapes are few, prefill grids are many.
 _CACHE = 1024
@@ -46,7 +46,12 @@ class Kernel:
         self._kernel = kernel
         self._function = function
         self._dependent = driver.capability(device) >= (9, 0)
-        self._shared = _SHARED_FREE
+        self._static = int(
+            driver.call(
+                api.cuFuncGetAttribute, api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function
+            )
+        )
+        self._shared = _SHARED_FREE - self._static
         self._configurations: dict[tuple[Grid, Grid, int, int, bool], Any] = {}
         self._launch: Callable[..., Any] = api.cuLaunchKernelEx
         offset, self.parameter_bytes = driver.call(api.cuKernelGetParamInfo, kernel, 0)
@@ -70,7 +75,7 @@ class Kernel:
             grid: blocks, one number or (x, y, z).
             block: threads per block, the same way.
             params: the kernel's struct; copied by the call, so it can be refilled at once.
-            shared: dynamic shared memory in bytes; more than 48 KiB is arranged for at its first use.
+            shared: dynamic shared memory in bytes; more than 48 KiB in all is arranged for at its first use.
             stream: address of a CUDA stream; None: torch's current one on this device.
             dependent: let it start before the kernel in front of it has finished (programmatic stream
                 serialization); it then has to wait itself (`griddepcontrol.wait`). Without effect below 9.0.
@@ -111,7 +116,8 @@ class Kernel:
             raise CudaError(
                 error.call,
                 error.code,
-                f"kernel {self.name} asks for {size} bytes of shared memory; a block of this GPU has {limit}",
+                f"kernel {self.name} asks for {size} bytes of shared memory beside its own {self._static}; "
+                f"a block of this GPU has {limit}",
             ) from error
         self._shared = size
 

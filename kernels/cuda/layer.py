@@ -20,14 +20,16 @@ from ziggurat.kernels.cuda.launch import Kernel
 from ziggurat.kernels.cuda.params import LayerParams, Mode
 from ziggurat.kernels.geometry import ExpertGeometry
 
-#: Pairs of a call up to which the decode kernels run: what one block of route_small sorts.
-DECODE_PAIRS: Final = 256
-#: ... and pairs an expert gets on average: beyond, every 8 more pairs would read its row once more.
-DECODE_PAIRS_PER_EXPERT: Final = 16
+#: Pairs of a call up to which one small block makes the list of work.
+SMALL_ROUTE_PAIRS: Final = 256
+#: Pairs that an expert gets on average up to which the decode GEMMs run: they take 8 pairs at a time, and every 8 more
+#: read the expert's row once more.
+DECODE_PAIRS_PER_EXPERT: Final = 8
 #: Workspace for contributions that a layer aims at; batches beyond are computed in parts.
 PARTIAL_BYTES: Final = 256 << 20
 
-_DECODE_THREADS: Final = 256
+_DECODE_THREADS: Final = 128
+_DECODE_PAIRS: Final = 8
 _PREFILL_THREADS: Final = 256
 _PREFILL_PAIRS: Final = 64
 _COMBINE_THREADS: Final = 128
@@ -49,15 +51,16 @@ class _Images:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """The kernels of decode or prefill calls and how many blocks fill the device."""
+class _Gemms:
+    """The two GEMMs of decode or prefill calls, how they are launched and how many blocks fill the device."""
 
-    route: Kernel
     gate_up: Kernel
     down: Kernel
-    route_threads: int
-    route_shared: int
-    gemm_shared: int
+    threads: int
+    shared: int
+    entry_pairs: int
+    gate_up_rows: int  # rows of the matrix that a unit of work computes
+    down_rows: int
     gate_up_blocks: int
     down_blocks: int
 
@@ -108,7 +111,8 @@ class CudaLayerKernels:
         self.mx = (driver.capability(index)[0] == 12 and codec != "bf16") if mx is None else mx
         per_token = top_k * geometry.hidden * 4
         self.part_tokens = max(1, min(max_tokens, max(256, PARTIAL_BYTES // per_token // 256 * 256)))
-        self._decode_tokens = min(DECODE_PAIRS, DECODE_PAIRS_PER_EXPERT * experts) // top_k
+        self._small_tokens = SMALL_ROUTE_PAIRS // top_k
+        self._decode_tokens = max(1, DECODE_PAIRS_PER_EXPERT * experts // top_k)
         self._load(codec, index, source or _Images())
         self._params = self._workspace(codec)
         self._params.limit = math.inf if clamp is None else clamp
@@ -121,34 +125,30 @@ class CudaLayerKernels:
         gemm = f"{codec}_{io}{tail}"
         multiprocessors = driver.attribute(index, "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT")
 
-        def shape(
-            kind: str, route_kind: str, threads: int, route_threads: int, route_shared: int, shared: int
-        ) -> _Shape:
-            gate_up = source.kernel(f"gate_up_{kind}_{gemm}", index)
-            down = source.kernel(f"down_{kind}_{gemm}", index)
-            router = source.kernel(f"route_{route_kind}_{route}", index)
-            router.reserve_shared(route_shared)
-            return _Shape(
-                router,
-                gate_up,
-                down,
-                route_threads,
-                route_shared,
-                shared,
-                multiprocessors * max(1, gate_up.blocks_per_multiprocessor(threads, shared)),
-                multiprocessors * max(1, down.blocks_per_multiprocessor(threads, shared)),
+        def gemms(
+            kind: str, threads: int, shared: int, pairs: int, gate_up_rows: int, down_rows: int
+        ) -> _Gemms:
+            both = [source.kernel(f"{name}_{kind}_{gemm}", index) for name in ("gate_up", "down")]
+            blocks = [multiprocessors * max(1, k.blocks_per_multiprocessor(threads, shared)) for k in both]
+            return _Gemms(
+                both[0], both[1], threads, shared, pairs, gate_up_rows, down_rows, blocks[0], blocks[1]
             )
 
-        ring = 8 * 2 * _STAGE[codec]
-        self._decode = shape("decode", "small", _DECODE_THREADS, 256, 0, ring)
-        sort = (_ROUTE_WARPS + 5) * self.experts * 4
-        self._prefill = shape("prefill", "large", _PREFILL_THREADS, 1024, sort, 0)
+        ring = _DECODE_THREADS // 32 * 2 * _STAGE[codec]
+        self._decode = gemms(
+            "decode", _DECODE_THREADS, ring, _DECODE_PAIRS, 16, 32 if codec == "bf16" else 64
+        )
+        self._prefill = gemms("prefill", _PREFILL_THREADS, 0, _PREFILL_PAIRS, 128, 256)
+        self._small_route = source.kernel(f"route_small_{route}", index)
+        self._large_route = source.kernel(f"route_large_{route}", index)
+        self._large_route_shared = (_ROUTE_WARPS + 5) * self.experts * 4
+        self._large_route.reserve_shared(self._large_route_shared)
         self._combine = source.kernel(f"combine_{io}", index)
 
     def _workspace(self, codec: str) -> LayerParams:
         g, device = self.geometry, self.device
         pairs = self.part_tokens * self.top_k
-        entries = max(DECODE_PAIRS, self.experts + pairs // _PREFILL_PAIRS + 1)
+        entries = max(SMALL_ROUTE_PAIRS, self.experts + pairs // _DECODE_PAIRS + 1)
         hidden = g.intermediate
 
         def make(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -159,7 +159,7 @@ class CudaLayerKernels:
             "activation_scale": make(self.part_tokens * -(-g.hidden // 128), torch.int32),
             "entries": make(entries * 4, torch.int32),
             "entry_count": torch.zeros(1, dtype=torch.int32, device=device),
-            "pairs": make(max(pairs, DECODE_PAIRS * 8), torch.int32),
+            "pairs": make(2 * max(pairs, SMALL_ROUTE_PAIRS * _DECODE_PAIRS), torch.int32),
             "done": make(pairs, torch.uint8),
             "hidden": make(pairs * hidden, torch.int16),
             "hidden_amax": make(pairs, torch.int32),
@@ -210,13 +210,13 @@ class CudaLayerKernels:
         p.counts = None if counts is None else counts.data_ptr()
         p.tally = None if tally is None else tally.data_ptr()
         tokens = x.shape[0]
-        shape = self._shape(tokens)
+        gemms = self._gemms(tokens)
         for first in range(0, tokens, self.part_tokens):
             count = min(self.part_tokens, tokens - first)
             self._point_at(x, topk_weights, topk_ids, first, count)
             p.prefill = None if prefill is None else prefill.data_ptr() + first
-            self._route(shape, count)
-            self._multiply(shape, count)
+            self._route(gemms, count, count)
+            self._multiply(gemms, count)
             self._sum(out, first, count)
         return out
 
@@ -228,7 +228,7 @@ class CudaLayerKernels:
         x, _, topk_ids = self._checked(x, None, topk_ids)
         p.live, p.mode = live.data_ptr(), Mode.BEGIN
         self._point_at(x, None, topk_ids, 0, x.shape[0])
-        self._route(self._shape(x.shape[0]), x.shape[0])
+        self._route(self._gemms(x.shape[0]), x.shape[0], x.shape[0])
 
     def add(
         self,
@@ -245,9 +245,9 @@ class CudaLayerKernels:
         p.slots, p.live, p.mode = slots.data_ptr(), live.data_ptr(), Mode.ADD
         p.pool, p.stride = pool.data_ptr(), pool.stride(0)
         self._point_at(x, None, topk_ids, 0, x.shape[0])
-        shape = self._shape(x.shape[0])
-        self._route(shape, 0)
-        self._multiply(shape, x.shape[0])
+        gemms = self._gemms(x.shape[0])
+        self._route(gemms, x.shape[0], 0)
+        self._multiply(gemms, x.shape[0])
 
     def finish(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor
@@ -278,7 +278,7 @@ class CudaLayerKernels:
             topk_weights = topk_weights.float()
         return x.contiguous(), topk_weights.contiguous(), topk_ids.contiguous()
 
-    def _shape(self, tokens: int) -> _Shape:
+    def _gemms(self, tokens: int) -> _Gemms:
         return self._decode if tokens <= self._decode_tokens else self._prefill
 
     def _point_at(
@@ -291,27 +291,25 @@ class CudaLayerKernels:
         p.ids_are_64 = ids.dtype is torch.int64
         p.first, p.tokens = first, count
 
-    def _route(self, shape: _Shape, prepared: int) -> None:
+    def _route(self, gemms: _Gemms, tokens: int, prepared: int) -> None:
         """prepared: tokens whose activations are brought into operand form on the way."""
-        blocks = 1 if shape.route.name.endswith("plain") else 1 + prepared
-        shape.route.launch(blocks, shape.route_threads, self._params, shared=shape.route_shared)
+        small = tokens <= self._small_tokens and gemms is self._decode
+        kernel = self._small_route if small else self._large_route
+        self._params.entry_pairs = gemms.entry_pairs
+        blocks = 1 if kernel.name.endswith("plain") else 1 + prepared
+        kernel.launch(
+            blocks, 256 if small else 1024, self._params, shared=0 if small else self._large_route_shared
+        )
 
-    def _multiply(self, shape: _Shape, tokens: int) -> None:
-        g = self.geometry
-        decode = shape is self._decode
-        most = tokens * self.top_k if decode else self.experts + tokens * self.top_k // _PREFILL_PAIRS
-        if decode:
-            units = most * (g.intermediate // 16), most * -(-g.hidden // 32)
-        else:
-            units = most * -(-g.intermediate // 128), most * -(-g.hidden // 256)
-        threads = _DECODE_THREADS if decode else _PREFILL_THREADS
-        for kernel, blocks, most_units in (
-            (shape.gate_up, shape.gate_up_blocks, units[0]),
-            (shape.down, shape.down_blocks, units[1]),
+    def _multiply(self, gemms: _Gemms, tokens: int) -> None:
+        g, pairs = self.geometry, tokens * self.top_k
+        entries = min(pairs, self.experts + pairs // gemms.entry_pairs)  # at most
+        for kernel, size, rows, blocks in (
+            (gemms.gate_up, g.intermediate, gemms.gate_up_rows, gemms.gate_up_blocks),
+            (gemms.down, g.hidden, gemms.down_rows, gemms.down_blocks),
         ):
-            kernel.launch(
-                min(blocks, most_units), threads, self._params, shared=shape.gemm_shared, dependent=True
-            )
+            grid = max(1, min(blocks, entries * -(-size // rows)))
+            kernel.launch(grid, gemms.threads, self._params, shared=gemms.shared, dependent=True)
 
     def _sum(self, out: torch.Tensor, first: int, count: int) -> None:
         if count == 0:

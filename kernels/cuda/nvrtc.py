@@ -52,16 +52,17 @@ def version() -> str:
 def sources_of(source: str, folder: Path) -> dict[str, str]:
     """Name -> text of `source` and of everything in `folder` that it includes, directly or not.
 
-    Raises BuildError for a file that is not there.
+    An include that is not there is left out: it may be for another configuration, and if not, the compiler names it.
+    Raises BuildError if `source` itself is not there.
     """
     found: dict[str, str] = {}
     waiting = [source]
     while waiting:
         name = waiting.pop()
-        if name in found:
+        if name in found or (name != source and not (folder / name).is_file()):
             continue
         try:
-            found[name] = (folder / name).read_text()
+            found[name] = (folder / name).read_text(encoding="utf-8")
         except OSError as error:
             raise BuildError(f"source {name}: {error.strerror or error} in {folder}") from error
         waiting += _INCLUDE.findall(found[name])

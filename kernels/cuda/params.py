@@ -49,5 +49,6 @@ class LayerParams(ctypes.Structure):
         ("inter", ctypes.c_int32),
         ("ids_are_64", ctypes.c_int32),
         ("mode", ctypes.c_int32),
+        ("entry_pairs", ctypes.c_int32),
         ("limit", ctypes.c_float),
     ]

@@ -16,6 +16,15 @@ IMAGES = Path(__file__).resolve().parent / "images"
 # `f`: the family target, which has the block-scaled MMA and serves every GPU of its family (12.0 and 12.1).
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120f")
 
+# Shared memory that one block can have, static and dynamic together, in bytes (CUDA C++ programming guide).
+SHARED_LIMITS = {
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_120f": 99 << 10,
+}
+
 # CUDA 13 images need this driver (its CUDA version, and the branch of the driver that users know).
 MINIMUM_CUDA = 13000
 MINIMUM_DRIVER = "580"

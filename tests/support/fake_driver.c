@@ -3,7 +3,10 @@
 // It runs nothing: it checks what it is given, keeps the last launch for the test to look at, and answers as the real
 // one does. Layouts are those of cuda.h (CUlaunchConfig, CUlaunchAttribute). What the GPU is comes from the environment:
 // FAKE_CAPABILITY (90), FAKE_VERSION (13000), FAKE_DEVICES (1), FAKE_INIT (0), FAKE_PARAMETER (bytes of a kernel's struct).
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,7 +18,7 @@
 #define INVALID_CONTEXT 201
 #define NO_BINARY 209
 #define NOT_FOUND 500
-#define TOO_MUCH_SHARED 227232
+#define SHARED_LIMIT 227232
 
 typedef struct { int id; char pad[4]; union { int number; char space[64]; } value; } Attribute;
 typedef struct {
@@ -44,6 +47,8 @@ static int number(const char *name, int otherwise) {
 }
 
 int cuInit(unsigned flags) { (void)flags; initialized = 1; return number("FAKE_INIT", OK); }
+// NVRTC asks for a table of functions of the driver it finds, and uses none if the table says that it is empty.
+int cuGetExportTable(const void **table, const void *id) { static const size_t size = sizeof size; (void)id; *table = &size; return OK; }
 int cuDriverGetVersion(int *version) { *version = number("FAKE_VERSION", 13000); return OK; }
 int cuDeviceGetCount(int *count) { *count = number("FAKE_DEVICES", 1); return initialized ? OK : NOT_INITIALIZED; }
 int cuDeviceGet(int *device, int ordinal) {
@@ -56,7 +61,7 @@ int cuDeviceGetAttribute(int *value, int which, int device) {
     (void)device;
     if (which == 75) *value = capability / 10;
     else if (which == 76) *value = capability % 10;
-    else if (which == 97) *value = TOO_MUCH_SHARED;
+    else if (which == 97) *value = SHARED_LIMIT;
     else return INVALID_VALUE;
     return OK;
 }
@@ -94,10 +99,11 @@ int cuKernelGetParamInfo(void *kernel, size_t index, size_t *offset, size_t *siz
 }
 int cuKernelSetAttribute(int which, int value, void *kernel, int device) {
     (void)kernel; (void)device;
-    if (which != 8 || value > TOO_MUCH_SHARED) return INVALID_VALUE;
+    if (which != 8 || value + 1001 > SHARED_LIMIT) return INVALID_VALUE;
     fake_record.allowed_shared = (unsigned)value;
     return OK;
 }
+// Number 1 is static shared memory: 1001 bytes.
 int cuFuncGetAttribute(int *value, int which, void *function) { (void)function; *value = 1000 + which; return OK; }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t shared) {
     (void)function; (void)shared;
@@ -106,7 +112,7 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int
 }
 int cuLaunchKernelEx(const Config *config, void *function, void **parameters, void **extra) {
     if (extra || !config->grid[0] || config->block[0] * config->block[1] * config->block[2] > 1024) return INVALID_VALUE;
-    if (config->shared > 49152 && config->shared > fake_record.allowed_shared) return INVALID_VALUE;
+    if (config->shared + 1001 > 49152 && config->shared > fake_record.allowed_shared) return INVALID_VALUE;
     fake_record.launches++;
     memcpy(fake_record.grid, config->grid, sizeof config->grid);
     memcpy(fake_record.block, config->block, sizeof config->block);
@@ -118,6 +124,19 @@ int cuLaunchKernelEx(const Config *config, void *function, void **parameters, vo
     fake_record.allowed = config->count ? config->attributes[0].value.number : 0;
     memcpy(fake_record.parameter, parameters[0], (size_t)number("FAKE_PARAMETER", 4008));
     return OK;
+}
+
+// How cuda.bindings finds functions: by their plain names, of which some are defined with the suffix of their version.
+int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
+    Dl_info self;
+    char versioned[160];
+    (void)version; (void)flags;
+    dladdr((void *)cuInit, &self);
+    void *library = dlopen(self.dli_fname, RTLD_NOW);
+    snprintf(versioned, sizeof versioned, "%s_v2", name);
+    *function = dlsym(library, strcmp(name, "cuGetProcAddress") && dlsym(library, name) ? name : versioned);
+    if (status) *status = *function ? 0 : 1;
+    return *function ? OK : NOT_FOUND;
 }
 
 int cuGetErrorName(int status, const char **name) {

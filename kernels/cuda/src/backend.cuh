@@ -18,13 +18,16 @@ DEV u32 load_fresh(const u32* at) {
     return v;
 }
 
-DEV i32 column_pair(const Params& p, const Entry& entry, i32 column) {
+DEV int2 column_pair(const Params& p, const Entry& entry, i32 column) { // pair and token
     return p.pairs[entry.begin + min(column, entry.count - 1)];
 }
 
-// Eight hidden values of a lane, in f16_place order, scaled and as f16.
+// Eight hidden values of a lane, in f16_place order, as f16; scaled where some lane of the warp needs it.
 template <class Io>
-DEV uint4 hidden_to_f16(uint4 v, float up) {
+DEV uint4 hidden_to_f16(uint4 v, float up, bool scaled) {
+    if (!scaled)
+        return make_uint4(pack_f16(Io::low(v.x), Io::high(v.x)), pack_f16(Io::low(v.y), Io::high(v.y)),
+                          pack_f16(Io::low(v.z), Io::high(v.z)), pack_f16(Io::low(v.w), Io::high(v.w)));
     return make_uint4(pack_f16(Io::low(v.x) * up, Io::high(v.x) * up), pack_f16(Io::low(v.y) * up, Io::high(v.y) * up),
                       pack_f16(Io::low(v.z) * up, Io::high(v.z) * up), pack_f16(Io::low(v.w) * up, Io::high(v.w) * up));
 }
@@ -50,24 +53,25 @@ struct F16Path {
     struct Input { // of gate and up
         const u16* at;
         __device__ __forceinline__ Input(const Params& p, const Entry& entry, i32 lane) {
-            const i32 token = column_pair(p, entry, lane >> 2) / p.top_k;
-            at = (const u16*)p.activations + (i64)token * p.hidden_size + (lane & 3) * 8;
+            at = (const u16*)p.activations + (i64)column_pair(p, entry, lane >> 2).y * p.hidden_size + (lane & 3) * 8;
         }
         __device__ __forceinline__ void ready() const {}
-        __device__ __forceinline__ void load(Activations& x, i32 group, i32 k_tiles) const {
+        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 k_tiles) const {
 #pragma unroll
             for (int kb = 0; kb < GROUP_TILES; kb++)
                 if (group * GROUP_TILES + kb < k_tiles)
                     *(uint4*)x.b[kb] = *(const uint4*)(at + (group * GROUP_TILES + kb) * TILE_K);
         }
+        __device__ __forceinline__ void convert(Activations& x) const {}
     };
     struct Hidden { // of down
         const u16* at;
         const u32* amax;
         bool& waited;
         mutable float up;
+        mutable bool scaled;
         __device__ __forceinline__ Hidden(const Params& p, const Entry& entry, i32 lane, bool& waited) : waited(waited) {
-            const i32 pair = column_pair(p, entry, lane >> 2);
+            const i32 pair = column_pair(p, entry, lane >> 2).x;
             at = p.hidden + (i64)pair * p.inter + (lane & 3) * 8;
             amax = p.hidden_amax + pair;
         }
@@ -76,15 +80,18 @@ struct F16Path {
                 wait_for_previous();
                 waited = true;
             }
-            up = scale_to_f16(load_fresh(amax)).up;
+            up = scale_hidden(load_fresh(amax)).up;
+            scaled = __any_sync(~0u, up != 1.0f);
         }
-        __device__ __forceinline__ void load(Activations& x, i32 group, i32 k_tiles) const {
+        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 k_tiles) const {
 #pragma unroll
             for (int kb = 0; kb < GROUP_TILES; kb++)
-                if (group * GROUP_TILES + kb < k_tiles) {
-                    const uint4 v = load_fresh((const uint4*)(at + (group * GROUP_TILES + kb) * TILE_K));
-                    *(uint4*)x.b[kb] = hidden_to_f16<Io>(v, up);
-                }
+                if (group * GROUP_TILES + kb < k_tiles)
+                    *(uint4*)x.b[kb] = load_fresh((const uint4*)(at + (group * GROUP_TILES + kb) * TILE_K));
+        }
+        __device__ __forceinline__ void convert(Activations& x) const {
+#pragma unroll
+            for (int kb = 0; kb < GROUP_TILES; kb++) *(uint4*)x.b[kb] = hidden_to_f16<Io>(*(uint4*)x.b[kb], up, scaled);
         }
     };
 
@@ -108,7 +115,7 @@ struct F16Path {
         return bits_to_float(p.activation_scale[token]) * Codec::POST;
     }
     DEV float hidden_scale(const Params& p, i32 pair) {
-        return scale_to_f16(load_fresh(p.hidden_amax + pair)).down * Codec::POST;
+        return scale_hidden(load_fresh(p.hidden_amax + pair)).down * Codec::POST;
     }
     DEV u32 store_hidden(const Params& p, i32 pair, i32 channel, float value) {
         return store_hidden_at<Io>(p, pair, f16_place(channel), value);
@@ -119,22 +126,22 @@ struct F16Path {
     static constexpr int STAGE_ROW = 256; // bytes
     typedef uint4 Chunk;
     DEV i32 chunk_offset(i32 token, i32 chunk) { return token * STAGE_ROW + (chunk ^ ((token & 1) << 2)) * 16; }
-    struct Column { // source of one token's chunks
-        const u16* at;
+    struct Column { // source of one token's chunks: number of its first one
+        u32 at;
         float up;
     };
     template <bool DOWN>
-    DEV Column column(const Params& p, i32 pair) {
-        if (DOWN) return Column{p.hidden + (i64)pair * p.inter, scale_to_f16(load_fresh(p.hidden_amax + pair)).up};
-        return Column{(const u16*)p.activations + (i64)(pair / p.top_k) * p.hidden_size, 1.0f};
+    DEV Column column(const Params& p, int2 pair) {
+        if (DOWN) return Column{(u32)pair.x * (p.inter / 8), scale_hidden(load_fresh(p.hidden_amax + pair.x)).up};
+        return Column{(u32)pair.y * (p.hidden_size / 8), 1.0f};
     }
     template <bool DOWN>
-    DEV Chunk fetch(const Column& c, i32 k_chunk) {
-        return load_fresh((const uint4*)c.at + k_chunk);
+    DEV Chunk fetch(const Params& p, const Column& c, i32 k_chunk) {
+        return load_fresh((const uint4*)(DOWN ? (const void*)p.hidden : p.activations) + (c.at + k_chunk));
     }
     template <bool DOWN>
     DEV void stage(u8* shared, u32* scales, const Column& c, i32 token, i32 chunk, Chunk v) {
-        *(uint4*)(shared + chunk_offset(token, chunk)) = DOWN ? hidden_to_f16<Io>(v, c.up) : v;
+        *(uint4*)(shared + chunk_offset(token, chunk)) = DOWN ? hidden_to_f16<Io>(v, c.up, true) : v;
     }
     struct Tile { // operand A of a k-tile, decoded once for all columns
         u32 a[8];
@@ -170,22 +177,22 @@ struct Bf16Path {
     struct Input {
         const u16* at;
         __device__ __forceinline__ Input(const Params& p, const Entry& entry, i32 lane) {
-            const i32 token = column_pair(p, entry, lane >> 2) / p.top_k;
-            at = (const u16*)p.x + (i64)token * p.hidden_size + (lane & 3) * 8;
+            at = (const u16*)p.x + (i64)column_pair(p, entry, lane >> 2).y * p.hidden_size + (lane & 3) * 8;
         }
         __device__ __forceinline__ void ready() const {}
-        __device__ __forceinline__ void load(Activations& x, i32 group, i32 k_tiles) const {
+        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 k_tiles) const {
 #pragma unroll
             for (int kb = 0; kb < GROUP_TILES; kb++)
                 if (group * GROUP_TILES + kb < k_tiles)
                     *(uint4*)x.b[kb] = *(const uint4*)(at + (group * GROUP_TILES + kb) * TILE_K);
         }
+        __device__ __forceinline__ void convert(Activations& x) const {}
     };
     struct Hidden {
         const u16* at;
         bool& waited;
         __device__ __forceinline__ Hidden(const Params& p, const Entry& entry, i32 lane, bool& waited) : waited(waited) {
-            at = p.hidden + (i64)column_pair(p, entry, lane >> 2) * p.inter + (lane & 3) * 8;
+            at = p.hidden + (i64)column_pair(p, entry, lane >> 2).x * p.inter + (lane & 3) * 8;
         }
         __device__ __forceinline__ void ready() const {
             if (!waited) {
@@ -193,12 +200,13 @@ struct Bf16Path {
                 waited = true;
             }
         }
-        __device__ __forceinline__ void load(Activations& x, i32 group, i32 k_tiles) const {
+        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 k_tiles) const {
 #pragma unroll
             for (int kb = 0; kb < GROUP_TILES; kb++)
                 if (group * GROUP_TILES + kb < k_tiles)
                     *(uint4*)x.b[kb] = load_fresh((const uint4*)(at + (group * GROUP_TILES + kb) * TILE_K));
         }
+        __device__ __forceinline__ void convert(Activations& x) const {}
     };
 
     template <int KB>
@@ -222,16 +230,15 @@ struct Bf16Path {
     typedef uint4 Chunk;
     DEV i32 chunk_offset(i32 token, i32 chunk) { return token * STAGE_ROW + (chunk ^ ((token & 1) << 2)) * 16; }
     struct Column {
-        const u16* at;
+        u32 at;
     };
     template <bool DOWN>
-    DEV Column column(const Params& p, i32 pair) {
-        return Column{DOWN ? p.hidden + (i64)pair * p.inter
-                           : (const u16*)p.x + (i64)(pair / p.top_k) * p.hidden_size};
+    DEV Column column(const Params& p, int2 pair) {
+        return Column{DOWN ? (u32)pair.x * (p.inter / 8) : (u32)pair.y * (p.hidden_size / 8)};
     }
     template <bool DOWN>
-    DEV Chunk fetch(const Column& c, i32 k_chunk) {
-        return load_fresh((const uint4*)c.at + k_chunk);
+    DEV Chunk fetch(const Params& p, const Column& c, i32 k_chunk) {
+        return load_fresh((const uint4*)(DOWN ? (const void*)p.hidden : p.x) + (c.at + k_chunk));
     }
     template <bool DOWN>
     DEV void stage(u8* shared, u32* scales, const Column& c, i32 token, i32 chunk, Chunk v) {
@@ -266,25 +273,28 @@ struct MxPath {
     static constexpr bool NEEDS_AMAX = false;
 
     struct Activations {
-        u32 b[GROUP_TILES][2];
+        uint4 raw[GROUP_TILES]; // E4M3 in x and y; hidden values as they were stored before `convert`
         u32 scale;
     };
     struct Input {
         const u8* at;
         const u32* scales;
         __device__ __forceinline__ Input(const Params& p, const Entry& entry, i32 lane) {
-            const i32 token = column_pair(p, entry, lane >> 2) / p.top_k;
+            const i32 token = column_pair(p, entry, lane >> 2).y;
             at = (const u8*)p.activations + (i64)token * p.hidden_size + (lane & 3) * 8;
             scales = p.activation_scale + (i64)token * ((p.hidden_size + 127) / 128);
         }
         __device__ __forceinline__ void ready() const {}
-        __device__ __forceinline__ void load(Activations& x, i32 group, i32 k_tiles) const {
+        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 k_tiles) const {
             x.scale = scales[group];
 #pragma unroll
             for (int kb = 0; kb < GROUP_TILES; kb++)
-                if (group * GROUP_TILES + kb < k_tiles)
-                    *(uint2*)x.b[kb] = *(const uint2*)(at + (group * GROUP_TILES + kb) * TILE_K);
+                if (group * GROUP_TILES + kb < k_tiles) {
+                    const uint2 v = *(const uint2*)(at + (group * GROUP_TILES + kb) * TILE_K);
+                    x.raw[kb].x = v.x, x.raw[kb].y = v.y;
+                }
         }
+        __device__ __forceinline__ void convert(Activations& x) const {}
     };
     DEV uint2 quantize(uint4 v, u32& scale) { // from f16_place order
         const float e[8] = {Io::low(v.y), Io::low(v.x), Io::high(v.y), Io::high(v.x),
@@ -295,7 +305,7 @@ struct MxPath {
         const u16* at;
         bool& waited;
         __device__ __forceinline__ Hidden(const Params& p, const Entry& entry, i32 lane, bool& waited) : waited(waited) {
-            at = p.hidden + (i64)column_pair(p, entry, lane >> 2) * p.inter + (lane & 3) * 8;
+            at = p.hidden + (i64)column_pair(p, entry, lane >> 2).x * p.inter + (lane & 3) * 8;
         }
         __device__ __forceinline__ void ready() const {
             if (!waited) {
@@ -303,16 +313,21 @@ struct MxPath {
                 waited = true;
             }
         }
-        __device__ __forceinline__ void load(Activations& x, i32 group, i32 k_tiles) const {
-            x.scale = 0;
+        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 k_tiles) const {
 #pragma unroll
             for (int kb = 0; kb < GROUP_TILES; kb++)
-                if (group * GROUP_TILES + kb < k_tiles) {
-                    u32 scale;
-                    *(uint2*)x.b[kb] =
-                        quantize(load_fresh((const uint4*)(at + (group * GROUP_TILES + kb) * TILE_K)), scale);
-                    x.scale |= scale << (8 * kb);
-                }
+                if (group * GROUP_TILES + kb < k_tiles)
+                    x.raw[kb] = load_fresh((const uint4*)(at + (group * GROUP_TILES + kb) * TILE_K));
+        }
+        __device__ __forceinline__ void convert(Activations& x) const { // of a tail, tiles that are not there too
+            x.scale = 0;
+#pragma unroll
+            for (int kb = 0; kb < GROUP_TILES; kb++) {
+                u32 scale;
+                const uint2 v = quantize(x.raw[kb], scale);
+                x.raw[kb].x = v.x, x.raw[kb].y = v.y;
+                x.scale |= scale << (8 * kb);
+            }
         }
     };
 
@@ -322,7 +337,8 @@ struct MxPath {
     DEV void tile(const typename Codec::Group& w, const Activations& x, float acc[4]) {
         u32 a[4];
         Codec::e5m2(w, KB, a);
-        mma_mx<KB>(acc, a, x.b[KB], scale_a(w), x.scale);
+        const u32 b[2] = {x.raw[KB].x, x.raw[KB].y};
+        mma_mx<KB>(acc, a, b, scale_a(w), x.scale);
     }
 
     DEV float input_scale(const Params&, i32) { return Codec::POST; }
@@ -337,21 +353,19 @@ struct MxPath {
         return token * STAGE_ROW + ((chunk >> 2) ^ (token & 3)) * 32 + (chunk & 3) * 8;
     }
     struct Column {
-        const u8* at;
-        const u32* scales;
+        u32 at, scales;
     };
     template <bool DOWN>
-    DEV Column column(const Params& p, i32 pair) {
-        if (DOWN) return Column{(const u8*)(p.hidden + (i64)pair * p.inter), nullptr};
-        const i32 token = pair / p.top_k;
-        return Column{(const u8*)p.activations + (i64)token * p.hidden_size,
-                      p.activation_scale + (i64)token * ((p.hidden_size + 127) / 128)};
+    DEV Column column(const Params& p, int2 pair) {
+        if (DOWN) return Column{(u32)pair.x * (p.inter / 8), 0};
+        return Column{(u32)pair.y * (p.hidden_size / 8), (u32)pair.y * ((p.hidden_size + 127) / 128)};
     }
     template <bool DOWN>
-    DEV Chunk fetch(const Column& c, i32 k_chunk) {
-        if (DOWN) return load_fresh((const uint4*)c.at + k_chunk);
-        const uint2 v = *((const uint2*)c.at + k_chunk);
-        return make_uint4(v.x, v.y, (c.scales[k_chunk >> 4] >> (8 * ((k_chunk >> 2) & 3))) & 255u, 0u);
+    DEV Chunk fetch(const Params& p, const Column& c, i32 k_chunk) {
+        if (DOWN) return load_fresh((const uint4*)p.hidden + (c.at + k_chunk));
+        const uint2 v = *((const uint2*)p.activations + (c.at + k_chunk));
+        const u32 word = p.activation_scale[c.scales + (k_chunk >> 4)];
+        return make_uint4(v.x, v.y, (word >> (8 * ((k_chunk >> 2) & 3))) & 255u, 0u);
     }
     template <bool DOWN>
     DEV void stage(u8* shared, u32* scales, const Column& c, i32 token, i32 chunk, Chunk v) {

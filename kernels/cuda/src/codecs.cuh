@@ -76,7 +76,7 @@ struct W2 {
     static constexpr int DOWN_TILES = 4;    // of a unit of the down projection
     static constexpr int STAGE_BLOCKS = 8;  // decode: groups of a tile that a warp asks for at once
     static constexpr bool PREFETCH = true;  // prefill: the next group's weights while this one is multiplied
-    static constexpr int BLOCKS = 2; // of a decode kernel on one multiprocessor
+    static constexpr int BLOCKS = 4; // of a decode kernel on one multiprocessor
     static constexpr float POST = 8.0f;     // decoded bytes are level * 2^-3
     typedef CodeGroup<1> Group;
 
@@ -110,7 +110,7 @@ struct Fp4 {
     static constexpr int DOWN_TILES = 4;
     static constexpr int STAGE_BLOCKS = 4;
     static constexpr bool PREFETCH = true;
-    static constexpr int BLOCKS = 2; // of a decode kernel on one multiprocessor
+    static constexpr int BLOCKS = 4; // of a decode kernel on one multiprocessor
     static constexpr float POST = 16384.0f; // decoded bytes are value * 2^-14
     typedef CodeGroup<2> Group;
 
@@ -143,7 +143,7 @@ struct Verbatim {
     static constexpr int DOWN_TILES = 2;
     static constexpr int STAGE_BLOCKS = 2;
     static constexpr bool PREFETCH = false;
-    static constexpr int BLOCKS = 1; // of a decode kernel on one multiprocessor
+    static constexpr int BLOCKS = 2; // of a decode kernel on one multiprocessor
     static constexpr float POST = 1.0f;
     struct Group {
         u32 q[GROUP_TILES * 8];

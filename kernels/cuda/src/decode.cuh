@@ -1,13 +1,13 @@
 // Expert GEMMs for a few pairs an expert: all that counts is that each row's bytes stream through once.
 //
-// A block takes a unit: an entry (up to 8 pairs) and 2 or 4 tiles of 16 rows of its matrix. Its 8 warps split K. Every
+// A block takes a unit: an entry (up to 8 pairs) and 2 or 4 tiles of 16 rows of its matrix. Its 4 warps split K. Every
 // warp has its own ring of two stages in shared memory: while it multiplies one stage, the next one, of the same unit
-// or of the block's next unit, is on its way. The eight partial sums are added in order at the end, so a result depends
+// or of the block's next unit, is on its way. The four partial sums are added in order at the end, so a result depends
 // on nothing but its own pair. Blocks stay and take unit after unit.
 #pragma once
 #include "backend.cuh"
 
-constexpr i32 DECODE_WARPS = 8;
+constexpr i32 DECODE_WARPS = 4;
 constexpr i32 DECODE_THREADS = DECODE_WARPS * 32;
 
 // The groups [first, last) of 128 k that a warp multiplies; `full` of them have all four k-tiles.
@@ -180,7 +180,8 @@ DEV void multiply_tail(const Unit<TILES>& u, const Share& share, i32 lane, const
     if (share.full >= share.last) return;
     source.ready();
     typename B::Activations x;
-    source.load(x, share.full, u.m.k_tiles);
+    source.fetch(x, share.full, u.m.k_tiles);
+    source.convert(x);
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
         typename B::Codec::Group w;
@@ -194,16 +195,22 @@ template <class B, class Units, class Source>
 DEV void multiply_streamed(Ring<B, Units>& ring, const Unit<Units::TILES>& u, const Share& share, i32 lane,
                            const Source& source, float acc[Units::TILES][4]) {
     constexpr int TILES = Units::TILES, GROUPS = Ring<B, Units>::GROUPS;
+    typename B::Activations next; // a group ahead of the one being multiplied
     for (i32 base = share.first; base < share.full; base += GROUPS) {
+        if (base == share.first) {
+            source.ready();
+            source.fetch(next, base, u.m.k_tiles);
+        }
         ring.arrive();
-        if (base == share.first) source.ready();
-#pragma unroll 1
+#pragma unroll
         for (int a = 0; a < GROUPS; a++)
             if (base + a < share.full) {
-                typename B::Activations x;
-                source.load(x, base + a, u.m.k_tiles);
+                typename B::Activations x = next;
+                if (base + a + 1 < share.full) source.fetch(next, base + a + 1, u.m.k_tiles);
+                source.convert(x);
 #pragma unroll
                 for (int i = 0; i < TILES; i++) {
+                    no_loads_ahead();
                     typename B::Codec::Group w;
                     ring.read(w, i, a);
                     multiply_group<B>(w, x, acc[i]);
@@ -225,7 +232,8 @@ DEV void multiply_direct(const Unit<Units::TILES>& u, const Share& share, i32 la
         for (int i = 0; i < TILES; i++) w[i].load(u.m, u.tile[i], group, lane);
         source.ready();
         typename B::Activations x;
-        source.load(x, group, u.m.k_tiles);
+        source.fetch(x, group, u.m.k_tiles);
+        source.convert(x);
 #pragma unroll
         for (int i = 0; i < TILES; i++) multiply_group<B>(w[i], x, acc[i]);
     }
@@ -255,7 +263,8 @@ struct Multiplier<B, Units, false> {
     }
 };
 
-// The warps' partial sums, and their total in order. place = register * 32 + lane.
+// The warps' partial sums, and their total in order. place = register * 32 + lane, so thread tid of the 128 has place
+// tid: register tid / 32 of lane tid % 32.
 template <int TILES>
 DEV void exchange(float (*shared)[TILES][128], const float acc[TILES][4], i32 warp, i32 lane) {
 #pragma unroll
@@ -276,38 +285,36 @@ extern __shared__ __align__(16) u8 ring_memory[];
 template <class B>
 DEV void gate_up_decode(const Params& p) {
     typedef GateUpUnits Units;
-    __shared__ float shared[2][DECODE_WARPS][2][128];
+    __shared__ float shared[DECODE_WARPS][2][128];
     wait_for_previous();
     let_next_start();
     const i32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const Share share(Units::k_tiles(p), warp);
     Walk<Units> walk(p, *p.entry_count);
     Multiplier<B, Units> multiplier(p, share, ring_memory, warp, lane, walk);
-    i32 turn = 0;
-    for (; walk.valid(); walk.advance(p), turn ^= 1) {
+    for (; walk.valid(); walk.advance(p)) {
         const Unit<2> u = walk.unit(p);
+        // What this thread needs at the end: register `warp` of each warp's lane `lane`.
+        const i32 column = (lane & 3) * 2 + (warp & 1), line = (lane >> 2) + 8 * (warp >> 1);
+        const int2 pair = column_pair(p, u.entry, column);
+        const float scale = B::input_scale(p, pair.y);
         float acc[2][4] = {};
         typename B::Input source(p, u.entry, lane);
         multiplier.run(u, share, lane, source, acc);
-        exchange<2>(shared[turn], acc, warp, lane);
+        __syncthreads(); // the sums of the unit before have been read
+        exchange<2>(shared, acc, warp, lane);
         __syncthreads();
-        if (tid < 128) { // register tid / 32 of lane tid % 32
-            const i32 r = tid >> 5, token = (lane & 3) * 2 + (r & 1), line = (lane >> 2) + 8 * (r >> 1);
-            u32 amax = 0;
-            i32 pair = 0;
-            if (token < u.entry.count) {
-                pair = p.pairs[u.entry.begin + token];
-                const float scale = B::input_scale(p, pair / p.top_k);
-                const float gate = sum_of_warps<2>(shared[turn], 0, tid) * scale;
-                const float up = sum_of_warps<2>(shared[turn], 1, tid) * scale;
-                amax = B::store_hidden(p, pair, u.block * TILE_ROWS + line, swiglu(gate, up, p.limit));
-            }
-            if (B::NEEDS_AMAX) { // the lanes of one token are 4 apart
-                amax = max(amax, __shfl_xor_sync(~0u, amax, 4));
-                amax = max(amax, __shfl_xor_sync(~0u, amax, 8));
-                amax = max(amax, __shfl_xor_sync(~0u, amax, 16));
-                if (lane < 4 && token < u.entry.count) atomicMax(&p.hidden_amax[pair], amax);
-            }
+        u32 amax = 0;
+        if (column < u.entry.count) {
+            const float gate = sum_of_warps<2>(shared, 0, tid) * scale;
+            const float up = sum_of_warps<2>(shared, 1, tid) * scale;
+            amax = B::store_hidden(p, pair.x, u.block * TILE_ROWS + line, swiglu(gate, up, p.limit));
+        }
+        if (B::NEEDS_AMAX) { // the lanes of one token are 4 apart
+            amax = max(amax, __shfl_xor_sync(~0u, amax, 4));
+            amax = max(amax, __shfl_xor_sync(~0u, amax, 8));
+            amax = max(amax, __shfl_xor_sync(~0u, amax, 16));
+            if (lane < 4 && column < u.entry.count) atomicMax(&p.hidden_amax[pair.x], amax);
         }
     }
 }
@@ -316,7 +323,7 @@ template <class B>
 DEV void down_decode(const Params& p) {
     typedef DownUnits<B::Codec::DOWN_TILES> Units;
     constexpr int TILES = Units::TILES;
-    __shared__ float shared[2][DECODE_WARPS][TILES][128];
+    __shared__ float shared[DECODE_WARPS][TILES][128];
     const i32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     // The list of work is older than the kernel before this one, whose blocks had all waited for it; so weights may
     // be asked for while that kernel still runs. `Hidden` waits before it reads what that kernel writes.
@@ -324,9 +331,10 @@ DEV void down_decode(const Params& p) {
     Walk<Units> walk(p, *p.entry_count);
     Multiplier<B, Units> multiplier(p, share, ring_memory, warp, lane, walk);
     bool waited = false;
-    i32 turn = 0;
-    for (; walk.valid(); walk.advance(p), turn ^= 1) {
+    for (; walk.valid(); walk.advance(p)) {
         const Unit<TILES> u = walk.unit(p);
+        const i32 column = (lane & 3) * 2 + (warp & 1), line = (lane >> 2) + 8 * (warp >> 1);
+        const int2 pair = column_pair(p, u.entry, column);
         float acc[TILES][4] = {};
         typename B::Hidden source(p, u.entry, lane, waited);
         multiplier.run(u, share, lane, source, acc);
@@ -335,17 +343,16 @@ DEV void down_decode(const Params& p) {
             waited = true;
         }
         let_next_start();
-        exchange<TILES>(shared[turn], acc, warp, lane);
         __syncthreads();
+        exchange<TILES>(shared, acc, warp, lane);
+        __syncthreads();
+        if (column < u.entry.count) {
+            const float scale = B::hidden_scale(p, pair.x);
+            float* out = p.partial + (i64)pair.x * p.hidden_size + line;
 #pragma unroll
-        for (int half = 0; half < TILES / 2; half++) {
-            const i32 i = half * 2 + (tid >> 7), place = tid & 127, r = place >> 5;
-            const i32 token = (lane & 3) * 2 + (r & 1), line = (lane >> 2) + 8 * (r >> 1);
-            const i32 row = (u.block * TILES + i) * TILE_ROWS + line;
-            if (token < u.entry.count && row < p.hidden_size) {
-                const i32 pair = p.pairs[u.entry.begin + token];
-                p.partial[(i64)pair * p.hidden_size + row] =
-                    sum_of_warps<TILES>(shared[turn], i, place) * B::hidden_scale(p, pair);
+            for (int i = 0; i < TILES; i++) {
+                const i32 row = (u.block * TILES + i) * TILE_ROWS;
+                if (row < p.hidden_size) out[row] = sum_of_warps<TILES>(shared, i, tid) * scale;
             }
         }
     }

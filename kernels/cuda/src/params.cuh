@@ -2,7 +2,7 @@
 #pragma once
 #include "common.cuh"
 
-struct Entry { // a resident expert and up to 8 (decode) or 64 (prefill) of its pairs
+struct Entry { // a resident expert and up to `entry_pairs` of its pairs
     i32 slot, begin, count, expert;
 };
 
@@ -21,7 +21,7 @@ struct Params {
     u32* activation_scale; // f16: [T] reciprocal scale (float); mx: [T, ceil(H / 128)] words of UE8M0
     Entry* entries;
     i32* entry_count;
-    i32* pairs;       // pair numbers by entry
+    int2* pairs;      // pair and token, by entry
     u8* done;         // [T * k] 1 = the pair's contribution is in `partial`
     u16* hidden;      // [T * k, I]
     u32* hidden_amax; // [T * k] bits of the largest magnitude
@@ -33,6 +33,7 @@ struct Params {
     i32 top_k, experts, hidden_size, inter;
     i32 ids_are_64;
     i32 mode; // 0: whole layer, 1: begin, 2: add
+    i32 entry_pairs; // 8 (decode) or 64 (prefill)
     float limit;
 };
 enum { WHOLE = 0, BEGIN = 1, ADD = 2 };

@@ -54,7 +54,7 @@ DEV void route_small(const Params& p) {
             if (expert[q] == e && rank[q] == (before & ~7)) opener = q;
         i32 entry = __popc(starts[opener >> 5] & ((1u << (opener & 31)) - 1));
         for (i32 w = 0; w < (opener >> 5); w++) entry += __popc(starts[w]);
-        p.pairs[entry * 8 + (before & 7)] = tid;
+        p.pairs[entry * 8 + (before & 7)] = make_int2(tid, tid / p.top_k);
         if (start) p.entries[entry] = Entry{slot, entry * 8, min(8, all - before), e};
     }
     if (tid < pairs) {
@@ -74,7 +74,7 @@ DEV void route_small(const Params& p) {
 
 constexpr i32 ROUTE_WARPS = 32;
 constexpr i32 MAX_EXPERTS = 1024;
-constexpr i32 PREFILL_PAIRS = 64; // pairs of an entry
+constexpr i32 PREFILL_PAIRS = 64; // most pairs of an entry
 
 // Any number of pairs, one block of 1024 threads: a stable counting sort by expert. Warp w owns the w-th part of the
 // pairs; `cursor[e]` of a warp is where it writes its next pair of expert e.
@@ -124,7 +124,7 @@ DEV void route_large(const Params& p, i32* shared) {
         for (i32 base = 0; base < p.experts; base += 32) {
             const i32 e = base + lane;
             const i32 n = e < p.experts && slot_of[e] >= 0 ? total[e] : 0;
-            const i32 m = (n + PREFILL_PAIRS - 1) / PREFILL_PAIRS;
+            const i32 m = (n + p.entry_pairs - 1) / p.entry_pairs;
             i32 n_sum = n, m_sum = m;
             for (i32 d = 1; d < 32; d <<= 1) {
                 const i32 a = __shfl_up_sync(~0u, n_sum, d), b = __shfl_up_sync(~0u, m_sum, d);
@@ -148,9 +148,9 @@ DEV void route_large(const Params& p, i32* shared) {
     __syncthreads();
     for (i32 e = tid; e < p.experts; e += threads)
         if (slot_of[e] >= 0)
-            for (i32 i = 0; i * PREFILL_PAIRS < total[e]; i++)
-                p.entries[entry_at[e] + i] = Entry{slot_of[e], begin_at[e] + i * PREFILL_PAIRS,
-                                                   min(PREFILL_PAIRS, total[e] - i * PREFILL_PAIRS), e};
+            for (i32 i = 0; i * p.entry_pairs < total[e]; i++)
+                p.entries[entry_at[e] + i] = Entry{slot_of[e], begin_at[e] + i * p.entry_pairs,
+                                                   min(p.entry_pairs, total[e] - i * p.entry_pairs), e};
     // Second look at the pairs, 32 at a time and in order, so that the sort is stable.
     for (i32 i = warp * share + lane; i < (warp + 1) * share; i += 32) {
         const i32 e = i < live ? expert_of(p, i) : -1;
@@ -158,7 +158,7 @@ DEV void route_large(const Params& p, i32* shared) {
         const u32 same = __match_any_sync(~0u, e);
         if (resident) {
             const i32 at = begin_at[e] + cursor[warp * p.experts + e] + __popc(same & ((1u << lane) - 1));
-            p.pairs[at] = i;
+            p.pairs[at] = make_int2(i, i / p.top_k);
         }
         if (i < pairs && (p.mode == WHOLE || resident)) {
             p.done[i] = resident;
