@@ -106,7 +106,7 @@ def matmul(a: U8, a_scales: U8, b: U8, b_scales: U8, *, splits: int) -> F32:
     Args:
         a, a_scales: uint8 [N, K] E5M2, uint8 [N, K/32].
         b, b_scales: uint8 [T, K] E4M3, uint8 [T, K/32].
-        splits: 8 for the kernels of a few tokens, whose warps share K; 1 for those of many.
+        splits: how many warps share K in the kernels for few tokens; 1 for those for many.
 
     Returns:
         float32 [T, N].

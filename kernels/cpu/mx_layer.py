@@ -1,7 +1,7 @@
 """A model of the layer kernels for block-scaled matrix instructions: what sm_120 computes, to the bit.
 
 MXFP8 activations times the codes of w2 and fp4 rows as E5M2 numbers, hidden activations rounded to the activations'
-16-bit type and quantized in turn. The kernels for few tokens divide K among eight warps; those for many do not.
+16-bit type and quantized in turn. The kernels for few tokens divide K among their warps; those for many do not.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ziggurat.kernels.cpu.swiglu import swiglu
 from ziggurat.kernels.formats import U8, U32
 from ziggurat.kernels.geometry import ExpertGeometry
 
-#: Warps that share K in the kernels for few and for many tokens.
-DECODE_SPLITS: Final = 8
+#: Warps that share K in the kernels for few tokens (DECODE_WARPS in kernels/cuda/src/decode.cuh) and for many.
+DECODE_SPLITS: Final = 4
 PREFILL_SPLITS: Final = 1
 
 

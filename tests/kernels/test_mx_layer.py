@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -12,6 +14,7 @@ from support import layers
 from ziggurat.kernels.codecs.layout import read_words
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.codecs.tiled import TiledCodec
+from ziggurat.kernels.cpu import mx_layer
 from ziggurat.kernels.cpu.block_scaled import E5M2_VALUES
 from ziggurat.kernels.cpu.mx_layer import DECODE_SPLITS, PREFILL_SPLITS, mx_expert, operand_a
 
@@ -61,6 +64,12 @@ def test_an_expert_is_near_float64_over_the_same_quantized_activations(
     assert layers.relative_error(expert.partial, expected) < 1e-3
     exact = layers.reference(layer, batch)
     assert layers.relative_error(expert.partial, exact) < 0.2
+
+
+def test_the_model_divides_k_as_the_kernels_do() -> None:
+    source = Path(mx_layer.__file__).resolve().parents[1] / "cuda" / "src" / "decode.cuh"
+    found = re.findall(r"DECODE_WARPS = (\d+);", source.read_text())
+    assert found == [str(DECODE_SPLITS)]
 
 
 def test_a_token_alone_has_the_same_bits() -> None:

@@ -57,7 +57,7 @@ def _copy(sizes: Sequence[int], *, blocks: int | None = None, seed: int = 0) -> 
         dst[i] = device.data_ptr() + int(place)
         expected[place : place + sizes[i]] = host[starts[i] : starts[i] + sizes[i]]
     mover = GatherKernel(0) if blocks is None else GatherKernel(0, blocks=blocks)
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     mover.move(dst, [host.data_ptr() + int(start) for start in starts], list(sizes), stream.cuda_stream)
     stream.synchronize()

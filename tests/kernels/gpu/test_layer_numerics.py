@@ -17,16 +17,17 @@ from ziggurat.kernels.geometry import ExpertGeometry
 
 pytestmark = pytest.mark.gpu
 
-#: hidden, intermediate, experts, top_k: the demo model; sizes that fill no group of 128 k; DeepSeek-V4-Flash's and
-#: GLM-5.2's experts, fewer of them.
+#: hidden, intermediate, experts, top_k: the demo model; sizes that fill no group of 128 k; many small experts;
+#: DeepSeek-V4-Flash's and GLM-5.2's experts, fewer of them.
 SHAPES = {
     "demo": (256, 128, 32, 4),
     "odd": (96, 160, 8, 3),
     "tail": (1056, 416, 12, 2),
+    "fine": (128, 96, 128, 4),
     "deepseek-v4-flash": (4096, 2048, 16, 6),
     "glm-5.2": (6144, 2048, 12, 8),
 }
-TOKENS = (1, 2, 3, 8, 16, 17, 33, 64, 257)
+TOKENS = (1, 2, 3, 8, 16, 17, 33, 64, 100, 257)
 DEMO = Path(__file__).resolve().parents[3] / "bench" / "models" / "demo-moe-fp8"
 
 #: Relative error of all batches together, and of a single one. Rounding hidden activations and result to bfloat16 costs

@@ -157,9 +157,8 @@ def compare(layer: Layer, batch: Batch, kernels: CudaLayerKernels, splits: int) 
 @pytest.mark.parametrize(("codec", "dtype"), TYPES)
 def test_few_tokens(codec: str, dtype: torch.dtype, shape: str, clamp: float | None, outliers: bool) -> None:
     layer = layers.random_layer(codec, *SHAPES[shape], clamp)
-    kernels = mx_kernels(layer, dtype, 32)
-    for tokens in (1, 3, 16):
-        assert tokens <= kernels._decode_tokens
+    kernels = mx_kernels(layer, dtype, 512)
+    for tokens in (1, 3, min(16, kernels._decode_tokens)):
         batch = layers.random_batch(layer, tokens, dtype, seed=tokens, outliers=outliers)
         compare(layer, batch, kernels, DECODE_SPLITS)
 
@@ -168,12 +167,13 @@ def test_few_tokens(codec: str, dtype: torch.dtype, shape: str, clamp: float | N
 @pytest.mark.parametrize(("codec", "dtype"), TYPES)
 def test_many_tokens(codec: str, dtype: torch.dtype, shape: str) -> None:
     layer = layers.random_layer(codec, *SHAPES[shape])
-    kernels = mx_kernels(layer, dtype, 128)
-    assert kernels._decode_tokens < 90
-    batch = layers.random_batch(layer, 90, dtype, outliers=True)
-    ids = batch.ids.clone()
-    ids[5, 0] = -1
-    compare(layer, Batch(batch.x, batch.weights, ids), kernels, PREFILL_SPLITS)
+    kernels = mx_kernels(layer, dtype, 512)
+    most = kernels._decode_tokens
+    for tokens, splits in ((most, DECODE_SPLITS), (most + 1, PREFILL_SPLITS), (2 * most + 9, PREFILL_SPLITS)):
+        batch = layers.random_batch(layer, tokens, dtype, outliers=True)
+        ids = batch.ids.clone()
+        ids[tokens // 2, 0] = -1
+        compare(layer, Batch(batch.x, batch.weights, ids), kernels, splits)
 
 
 @pytest.mark.parametrize(("codec", "dtype"), TYPES)
@@ -192,10 +192,10 @@ def test_tokens_of_zeros_and_tiny_ones(codec: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("codec", "dtype"), TYPES)
 def test_a_nan_stays_with_its_token(codec: str, dtype: torch.dtype) -> None:
     layer = layers.random_layer(codec, *SHAPES["demo"])
-    kernels = mx_kernels(layer, dtype, 128)
+    kernels = mx_kernels(layer, dtype, 512)
     device = torch.device("cuda", torch.cuda.current_device())
     pool, slots = layers.placed(layer, device)
-    for tokens in (9, 100):
+    for tokens in (9, 300):
         batch = layers.random_batch(layer, tokens, dtype).to(device)
         live = torch.tensor([tokens], dtype=torch.int32, device=device)
 
@@ -216,10 +216,10 @@ def test_numbers_are_near_float64_over_the_same_quantized_activations(codec: str
     """The contributions, which no 16-bit rounding has touched."""
     for shape in SHAPES:
         layer = layers.random_layer(codec, *SHAPES[shape])
-        kernels = mx_kernels(layer, dtype, 128)
+        kernels = mx_kernels(layer, dtype, 512)
         device = torch.device("cuda", torch.cuda.current_device())
         pool, slots = layers.placed(layer, device)
-        for tokens in (1, 16, 90):
+        for tokens in (1, 16, 300):
             batch = layers.random_batch(layer, tokens, dtype, outliers=True)
             there = batch.to(device)
             live = torch.tensor([tokens], dtype=torch.int32, device=device)
