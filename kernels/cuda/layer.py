@@ -35,8 +35,10 @@ _PREFILL_PAIRS: Final = 64
 _COMBINE_THREADS: Final = 128
 _ROUTE_WARPS: Final = 32
 _IO: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
-# Bytes of a stage of a decode warp's ring, and (gate and up, down) groups in it: see src/decode.cuh.
-_STAGE: Final = {"w2": 8 * (512 + 64), "fp4": 4 * (1024 + 64), "bf16": 0}
+# Bytes of a decode warp's ring: two stages, and one stage's scales as floats where the scales multiply sums. See
+# Ring::BYTES in src/decode.cuh.
+_RING: Final = {"w2": 2 * 8 * (512 + 64), "fp4": 2 * 4 * (1024 + 64), "bf16": 0}
+_FLOAT_SCALES: Final = {"w2": 8 * 256, "fp4": 4 * 256, "bf16": 0}
 
 
 class KernelSource(Protocol):
@@ -134,7 +136,7 @@ class CudaLayerKernels:
                 both[0], both[1], threads, shared, pairs, gate_up_rows, down_rows, blocks[0], blocks[1]
             )
 
-        ring = _DECODE_THREADS // 32 * 2 * _STAGE[codec]
+        ring = _DECODE_THREADS // 32 * (_RING[codec] + (0 if self.mx else _FLOAT_SCALES[codec]))
         self._decode = gemms(
             "decode", _DECODE_THREADS, ring, _DECODE_PAIRS, 16, 32 if codec == "bf16" else 64
         )

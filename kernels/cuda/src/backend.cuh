@@ -56,10 +56,10 @@ struct F16Path {
             at = (const u16*)p.activations + (i64)column_pair(p, entry, lane >> 2).y * p.hidden_size + (lane & 3) * 8;
         }
         __device__ __forceinline__ void ready() const {}
-        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 k_tiles) const {
+        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 count = GROUP_TILES) const {
 #pragma unroll
             for (int kb = 0; kb < GROUP_TILES; kb++)
-                if (group * GROUP_TILES + kb < k_tiles)
+                if (kb < count)
                     *(uint4*)x.b[kb] = *(const uint4*)(at + (group * GROUP_TILES + kb) * TILE_K);
         }
         __device__ __forceinline__ void convert(Activations& x) const {}
@@ -83,23 +83,42 @@ struct F16Path {
             up = scale_hidden(load_fresh(amax)).up;
             scaled = __any_sync(~0u, up != 1.0f);
         }
-        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 k_tiles) const {
+        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 count = GROUP_TILES) const {
 #pragma unroll
             for (int kb = 0; kb < GROUP_TILES; kb++)
-                if (group * GROUP_TILES + kb < k_tiles)
+                if (kb < count)
                     *(uint4*)x.b[kb] = load_fresh((const uint4*)(at + (group * GROUP_TILES + kb) * TILE_K));
         }
         __device__ __forceinline__ void convert(Activations& x) const {
+            if (scaled) {
 #pragma unroll
-            for (int kb = 0; kb < GROUP_TILES; kb++) *(uint4*)x.b[kb] = hidden_to_f16<Io>(*(uint4*)x.b[kb], up, scaled);
+                for (int kb = 0; kb < GROUP_TILES; kb++) *(uint4*)x.b[kb] = hidden_to_f16<Io>(*(uint4*)x.b[kb], up, true);
+            } else {
+#pragma unroll
+                for (int kb = 0; kb < GROUP_TILES; kb++) *(uint4*)x.b[kb] = hidden_to_f16<Io>(*(uint4*)x.b[kb], up, false);
+            }
         }
     };
 
+    // What a decode warp multiplies: words, and scales that it has turned into floats once for all lanes of a row.
+    static constexpr bool FLOAT_SCALES = true;
+    struct Operand {
+        u32 q[GROUP_TILES * Codec::WORDS];
+        float f0[GROUP_TILES], f1[GROUP_TILES];
+        __device__ __forceinline__ void load_tail(const Matrix& m, i32 tile, i32 group, i32 lane) {
+            typename Codec::Group g;
+            g.load_tail(m, tile, group, lane);
+#pragma unroll
+            for (int i = 0; i < GROUP_TILES * Codec::WORDS; i++) q[i] = g.q[i];
+            f0[0] = block_scale<0>(g.s0), f0[1] = block_scale<1>(g.s0), f0[2] = block_scale<2>(g.s0);
+            f1[0] = block_scale<0>(g.s1), f1[1] = block_scale<1>(g.s1), f1[2] = block_scale<2>(g.s1);
+        }
+    };
     template <int KB>
-    DEV void tile(const typename Codec::Group& w, const Activations& x, float acc[4]) {
+    DEV void tile(const Operand& w, const Activations& x, float acc[4]) {
         u32 a[8];
-        Codec::f16(w, KB, a);
-        scaled(a, x.b[KB], block_scale<KB>(w.s0), block_scale<KB>(w.s1), acc);
+        Codec::f16(w.q, KB, a);
+        scaled(a, x.b[KB], w.f0[KB], w.f1[KB], acc);
     }
     DEV void scaled(const u32 a[8], const u32 b[4], float f0, float f1, float acc[4]) {
         float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -148,7 +167,7 @@ struct F16Path {
         float f0, f1;
         template <int KB>
         __device__ __forceinline__ void decode(const typename Codec::Group& w) {
-            Codec::f16(w, KB, a);
+            Codec::f16(w.q, KB, a);
             f0 = block_scale<KB>(w.s0), f1 = block_scale<KB>(w.s1);
         }
     };
@@ -180,10 +199,10 @@ struct Bf16Path {
             at = (const u16*)p.x + (i64)column_pair(p, entry, lane >> 2).y * p.hidden_size + (lane & 3) * 8;
         }
         __device__ __forceinline__ void ready() const {}
-        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 k_tiles) const {
+        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 count = GROUP_TILES) const {
 #pragma unroll
             for (int kb = 0; kb < GROUP_TILES; kb++)
-                if (group * GROUP_TILES + kb < k_tiles)
+                if (kb < count)
                     *(uint4*)x.b[kb] = *(const uint4*)(at + (group * GROUP_TILES + kb) * TILE_K);
         }
         __device__ __forceinline__ void convert(Activations& x) const {}
@@ -200,15 +219,17 @@ struct Bf16Path {
                 waited = true;
             }
         }
-        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 k_tiles) const {
+        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 count = GROUP_TILES) const {
 #pragma unroll
             for (int kb = 0; kb < GROUP_TILES; kb++)
-                if (group * GROUP_TILES + kb < k_tiles)
+                if (kb < count)
                     *(uint4*)x.b[kb] = load_fresh((const uint4*)(at + (group * GROUP_TILES + kb) * TILE_K));
         }
         __device__ __forceinline__ void convert(Activations& x) const {}
     };
 
+    static constexpr bool FLOAT_SCALES = false;
+    typedef Verbatim::Group Operand;
     template <int KB>
     DEV void tile(const Verbatim::Group& w, const Activations& x, float acc[4]) {
         u32 a[8];
@@ -285,11 +306,11 @@ struct MxPath {
             scales = p.activation_scale + (i64)token * ((p.hidden_size + 127) / 128);
         }
         __device__ __forceinline__ void ready() const {}
-        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 k_tiles) const {
+        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 count = GROUP_TILES) const {
             x.scale = scales[group];
 #pragma unroll
             for (int kb = 0; kb < GROUP_TILES; kb++)
-                if (group * GROUP_TILES + kb < k_tiles) {
+                if (kb < count) {
                     const uint2 v = *(const uint2*)(at + (group * GROUP_TILES + kb) * TILE_K);
                     x.raw[kb].x = v.x, x.raw[kb].y = v.y;
                 }
@@ -313,10 +334,10 @@ struct MxPath {
                 waited = true;
             }
         }
-        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 k_tiles) const {
+        __device__ __forceinline__ void fetch(Activations& x, i32 group, i32 count = GROUP_TILES) const {
 #pragma unroll
             for (int kb = 0; kb < GROUP_TILES; kb++)
-                if (group * GROUP_TILES + kb < k_tiles)
+                if (kb < count)
                     x.raw[kb] = load_fresh((const uint4*)(at + (group * GROUP_TILES + kb) * TILE_K));
         }
         __device__ __forceinline__ void convert(Activations& x) const { // of a tail, tiles that are not there too
@@ -331,6 +352,8 @@ struct MxPath {
         }
     };
 
+    static constexpr bool FLOAT_SCALES = false;
+    typedef typename Codec::Group Operand;
     // Lane l gives the scales of row (l >> 2) + 8 (l & 1).
     DEV u32 scale_a(const typename Codec::Group& w) { return (threadIdx.x & 1) ? w.s1 : w.s0; }
     template <int KB>

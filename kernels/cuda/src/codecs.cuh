@@ -81,9 +81,9 @@ struct W2 {
     typedef CodeGroup<1> Group;
 
     // Two A fragments of m16n8k16: k 0..15 and 16..31 of the tile.
-    DEV void f16(const Group& g, int kb, u32 a[8]) {
+    DEV void f16(const u32* q, int kb, u32 a[8]) {
         constexpr u32 MASK = 0x88008800u, ONE = 0x30003000u;
-        u32 w = g.q[kb];
+        u32 w = q[kb];
         a[0] = and_or(w, MASK, ONE);
         a[1] = and_or(w << 1, MASK, ONE);
         a[2] = and_or(w << 8, MASK, ONE);
@@ -114,11 +114,11 @@ struct Fp4 {
     static constexpr float POST = 16384.0f; // decoded bytes are value * 2^-14
     typedef CodeGroup<2> Group;
 
-    DEV void f16(const Group& g, int kb, u32 a[8]) {
+    DEV void f16(const u32* q, int kb, u32 a[8]) {
         constexpr u32 BOTH = 0x8E008E00u, SIGN = 0x80008000u, VALUE = 0x0E000E00u;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            u32 w = g.q[kb * 2 + i];
+            u32 w = q[kb * 2 + i];
             a[4 * i + 0] = w & BOTH;
             a[4 * i + 1] = and_or(w << 7, SIGN, (w >> 3) & VALUE);
             a[4 * i + 2] = (w << 8) & BOTH;

@@ -21,12 +21,12 @@ struct Share {
     }
 };
 
-template <int TILES>
+// A unit's place: tile i of it is `first + i * step` of the matrix, for i below `valid`.
 struct Unit {
     Entry entry;
-    i32 block;
+    i32 block, first, step, valid;
     Matrix m;
-    i32 tile[TILES];
+    __device__ __forceinline__ i32 tile(i32 i) const { return first + min(i, valid - 1) * step; }
 };
 
 // Units of gate and up: tile b of the gate and tile b of the up projection.
@@ -34,27 +34,30 @@ struct GateUpUnits {
     static constexpr int TILES = 2;
     DEV i32 blocks(const Params& p) { return p.inter / TILE_ROWS; }
     DEV i32 k_tiles(const Params& p) { return p.hidden_size / TILE_K; }
-    DEV void locate(const Params& p, Unit<2>& u) {
+    DEV void locate(const Params& p, Unit& u) {
         u.m.codes = p.pool + (i64)u.entry.slot * p.stride;
         u.m.scales = u.m.codes + p.w13_scales;
-        u.tile[0] = u.block;
-        u.tile[1] = blocks(p) + u.block;
+        u.first = u.block;
+        u.step = blocks(p);
+        u.valid = 2;
     }
 };
-// Units of down: consecutive tiles; those beyond the matrix repeat its last one and are not stored.
+// Units of down: consecutive tiles. Those beyond the matrix repeat its last one and are not stored.
 template <int COUNT>
 struct DownUnits {
     static constexpr int TILES = COUNT;
     DEV i32 blocks(const Params& p) { return (p.hidden_size / TILE_ROWS + COUNT - 1) / COUNT; }
     DEV i32 k_tiles(const Params& p) { return p.inter / TILE_K; }
-    DEV void locate(const Params& p, Unit<COUNT>& u) {
+    DEV void locate(const Params& p, Unit& u) {
         const u8* row = p.pool + (i64)u.entry.slot * p.stride;
         u.m.codes = row + p.w2_codes;
         u.m.scales = row + p.w2_scales;
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) u.tile[i] = min(u.block * COUNT + i, p.hidden_size / TILE_ROWS - 1);
+        u.first = u.block * COUNT;
+        u.step = 1;
+        u.valid = min(COUNT, p.hidden_size / TILE_ROWS - u.first);
     }
 };
+
 // The units of a block, one after the other, without a division for each.
 template <class Units>
 struct Walk {
@@ -75,8 +78,8 @@ struct Walk {
             block -= more * blocks;
         }
     }
-    __device__ __forceinline__ Unit<Units::TILES> unit(const Params& p) const {
-        Unit<Units::TILES> u;
+    __device__ __forceinline__ Unit unit(const Params& p) const {
+        Unit u;
         u.entry = p.entries[entry];
         u.block = block;
         u.m.k_tiles = Units::k_tiles(p);
@@ -85,61 +88,82 @@ struct Walk {
     }
 };
 
-// A warp's stream of code groups through shared memory.
+// A warp's stream of code groups through shared memory: two stages of GROUPS groups of TILES tiles.
 template <class B, class Units>
 struct Ring {
     typedef typename B::Codec Codec;
     static constexpr int TILES = Units::TILES, WORDS = Codec::WORDS;
     static constexpr int GROUPS = Codec::STAGE_BLOCKS / TILES > 0 ? Codec::STAGE_BLOCKS / TILES : 1; // of a stage
+    static constexpr int PIECES = GROUPS * 4; // copies of 16 bytes that hold a tile's scales of a stage
     static constexpr int CODES = TILES * GROUPS * 512 * WORDS, STAGE = CODES + TILES * GROUPS * 64;
+    static constexpr int FLOATS = B::FLOAT_SCALES ? TILES * GROUPS * 256 : 0; // one stage's scales
+    static constexpr int BYTES = 2 * STAGE + FLOATS;                         // of a warp
 
     const Params& p;
     const Share& share;
     u8* stages;
     i32 lane;
     Walk<Units> ahead;
+    const u8* codes;  // where this lane's next copies of tile 0 begin
+    const u8* scales; // and its copy of scales
+    i32 offset[TILES - 1]; // from tile 0 to the others, in bytes
     i32 next_base, turn;
 
     __device__ __forceinline__ Ring(const Params& p, const Share& share, u8* shared, i32 warp, i32 lane,
                                     const Walk<Units>& walk)
-        : p(p), share(share), stages(shared + warp * 2 * STAGE), lane(lane), ahead(walk), next_base(share.first),
-          turn(0) {
+        : p(p), share(share), stages(shared + warp * BYTES), lane(lane), ahead(walk), turn(0) {
+        enter();
         issue(0);
     }
 
+    __device__ __forceinline__ bool any() const { return ahead.valid() && share.first < share.full; }
+
+    // The first stage of the unit that `ahead` points at.
+    __device__ __forceinline__ void enter() {
+        next_base = share.first;
+        if (!any()) return;
+        const Unit u = ahead.unit(p);
+        codes = Codec::Group::codes_of(u.m, u.first, next_base) + lane * 16;
+        const i32 tile_bytes = u.m.k_tiles * (128 * WORDS);
+#pragma unroll
+        for (int i = 1; i < TILES; i++) offset[i - 1] = min(i, u.valid - 1) * u.step * tile_bytes;
+        scales = Codec::Group::scales_of(u.m, u.tile(min(lane / PIECES, TILES - 1)), next_base) + lane % PIECES * 16;
+    }
+
     __device__ __forceinline__ void issue(i32 into) {
-        if (ahead.valid() && share.first < share.full) {
-            const Unit<TILES> u = ahead.unit(p);
+        if (any()) {
             u8* stage = stages + into * STAGE;
             const i32 count = min(GROUPS, share.full - next_base);
+            if (count == GROUPS) {
+                copy_codes<GROUPS>(stage + lane * 16);
+            } else {
 #pragma unroll
-            for (int i = 0; i < TILES; i++) {
-                const u8* codes = Codec::Group::codes_of(u.m, u.tile[i], next_base) + lane * 16;
-                u8* to = stage + i * GROUPS * 512 * WORDS + lane * 16;
-#pragma unroll
-                for (int a = 0; a < GROUPS; a++)
-                    if (a < count)
-#pragma unroll
-                        for (int w = 0; w < WORDS; w++)
-                            copy_async(to + (a * WORDS + w) * 512, codes + (a * WORDS + w) * 512);
+                for (int a = 0; a < GROUPS - 1; a++)
+                    if (a < count) copy_group(stage + lane * 16, a);
             }
-            // The scales of a tile's groups lie together: four lanes a group.
-            constexpr int PIECES = GROUPS * 4;
-            const i32 which = lane / PIECES, piece = lane % PIECES;
-            if (which < TILES && piece < count * 4) {
-                i32 tile = u.tile[0];
-#pragma unroll
-                for (int i = 1; i < TILES; i++) tile = which == i ? u.tile[i] : tile;
-                copy_async(stage + CODES + (which * GROUPS * 4 + piece) * 16,
-                           Codec::Group::scales_of(u.m, tile, next_base) + piece * 16);
-            }
+            if (lane < TILES * PIECES && lane % PIECES < count * 4) copy_async(stage + CODES + lane * 16, scales);
+            codes += GROUPS * 512 * WORDS;
+            scales += GROUPS * 64;
             next_base += GROUPS;
             if (next_base >= share.full) {
-                next_base = share.first;
                 ahead.advance(p);
+                enter();
             }
         }
         copies_issued();
+    }
+    template <int COUNT>
+    __device__ __forceinline__ void copy_codes(u8* to) const {
+#pragma unroll
+        for (int a = 0; a < COUNT; a++) copy_group(to, a);
+    }
+    __device__ __forceinline__ void copy_group(u8* to, int a) const {
+#pragma unroll
+        for (int i = 0; i < TILES; i++)
+#pragma unroll
+            for (int w = 0; w < WORDS; w++)
+                copy_async(to + ((i * GROUPS + a) * WORDS + w) * 512,
+                           codes + (i > 0 ? offset[i - 1] : 0) + (a * WORDS + w) * 512);
     }
 
     // Asks for the stage after the current one and waits for the current one.
@@ -147,15 +171,32 @@ struct Ring {
         issue(turn ^ 1);
         copies_arrived<1>();
         __syncwarp();
+        if (B::FLOAT_SCALES) {
+            if (lane < TILES * PIECES) {
+                const uint4 v = *(const uint4*)(stages + turn * STAGE + CODES + lane * 16);
+                float4* to = (float4*)(stages + 2 * STAGE) + lane * 4;
+                to[0] = four_scales(v.x), to[1] = four_scales(v.y), to[2] = four_scales(v.z), to[3] = four_scales(v.w);
+            }
+            __syncwarp();
+        }
     }
-    __device__ __forceinline__ void read(typename Codec::Group& g, int i, int a) const {
+    DEV float4 four_scales(u32 word) {
+        return make_float4(block_scale<0>(word), block_scale<1>(word), block_scale<2>(word), block_scale<3>(word));
+    }
+    __device__ __forceinline__ void read(typename B::Operand& g, int i, int a) const {
         const u8* stage = stages + turn * STAGE;
 #pragma unroll
         for (int w = 0; w < WORDS; w++)
             *(uint4*)(g.q + 4 * w) = *(const uint4*)(stage + ((i * GROUPS + a) * WORDS + w) * 512 + lane * 16);
-        const u32* scales = (const u32*)(stage + CODES) + (i * GROUPS + a) * 16;
-        g.s0 = scales[lane >> 2];
-        g.s1 = scales[(lane >> 2) + 8];
+        if constexpr (B::FLOAT_SCALES) {
+            const float4* scales = (const float4*)(stages + 2 * STAGE) + (i * GROUPS + a) * 16;
+            *(float4*)g.f0 = scales[lane >> 2];
+            *(float4*)g.f1 = scales[(lane >> 2) + 8];
+        } else {
+            const u32* words = (const u32*)(stage + CODES) + (i * GROUPS + a) * 16;
+            g.s0 = words[lane >> 2];
+            g.s1 = words[(lane >> 2) + 8];
+        }
     }
     __device__ __forceinline__ void done() { // before the stage is written again
         __syncwarp();
@@ -165,7 +206,7 @@ struct Ring {
 
 // One tile's group, `count` k-tiles of it.
 template <class B>
-DEV void multiply_group(const typename B::Codec::Group& w, const typename B::Activations& x, float acc[4],
+DEV void multiply_group(const typename B::Operand& w, const typename B::Activations& x, float acc[4],
                         i32 count = GROUP_TILES) {
     B::template tile<0>(w, x, acc);
     if (count > 1) B::template tile<1>(w, x, acc);
@@ -175,43 +216,43 @@ DEV void multiply_group(const typename B::Codec::Group& w, const typename B::Act
 
 // A last group of 1 to 3 k-tiles, straight from memory.
 template <class B, int TILES, class Source>
-DEV void multiply_tail(const Unit<TILES>& u, const Share& share, i32 lane, const Source& source,
+DEV void multiply_tail(const Unit& u, const Share& share, i32 lane, const Source& source,
                        float acc[TILES][4]) {
     if (share.full >= share.last) return;
     source.ready();
     typename B::Activations x;
-    source.fetch(x, share.full, u.m.k_tiles);
+    source.fetch(x, share.full, u.m.k_tiles - share.full * GROUP_TILES);
     source.convert(x);
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
-        typename B::Codec::Group w;
-        w.load_tail(u.m, u.tile[i], share.full, lane);
+        typename B::Operand w;
+        w.load_tail(u.m, u.tile(i), share.full, lane);
         multiply_group<B>(w, x, acc[i], u.m.k_tiles - share.full * GROUP_TILES);
     }
 }
 
 // acc[i] += tile i of the unit x the activations, over this warp's part of K, through the ring.
 template <class B, class Units, class Source>
-DEV void multiply_streamed(Ring<B, Units>& ring, const Unit<Units::TILES>& u, const Share& share, i32 lane,
+DEV void multiply_streamed(Ring<B, Units>& ring, const Unit& u, const Share& share, i32 lane,
                            const Source& source, float acc[Units::TILES][4]) {
     constexpr int TILES = Units::TILES, GROUPS = Ring<B, Units>::GROUPS;
     typename B::Activations next; // a group ahead of the one being multiplied
     for (i32 base = share.first; base < share.full; base += GROUPS) {
         if (base == share.first) {
             source.ready();
-            source.fetch(next, base, u.m.k_tiles);
+            source.fetch(next, base);
         }
         ring.arrive();
 #pragma unroll
         for (int a = 0; a < GROUPS; a++)
             if (base + a < share.full) {
                 typename B::Activations x = next;
-                if (base + a + 1 < share.full) source.fetch(next, base + a + 1, u.m.k_tiles);
+                if (base + a + 1 < share.full) source.fetch(next, base + a + 1);
                 source.convert(x);
 #pragma unroll
                 for (int i = 0; i < TILES; i++) {
                     no_loads_ahead();
-                    typename B::Codec::Group w;
+                    typename B::Operand w;
                     ring.read(w, i, a);
                     multiply_group<B>(w, x, acc[i]);
                 }
@@ -223,16 +264,16 @@ DEV void multiply_streamed(Ring<B, Units>& ring, const Unit<Units::TILES>& u, co
 
 // The same straight from memory to registers: for rows of 16-bit numbers, long enough to hide their own latency.
 template <class B, class Units, class Source>
-DEV void multiply_direct(const Unit<Units::TILES>& u, const Share& share, i32 lane, const Source& source,
+DEV void multiply_direct(const Unit& u, const Share& share, i32 lane, const Source& source,
                          float acc[Units::TILES][4]) {
     constexpr int TILES = Units::TILES;
     for (i32 group = share.first; group < share.full; group++) {
-        typename B::Codec::Group w[TILES];
+        typename B::Operand w[TILES];
 #pragma unroll
-        for (int i = 0; i < TILES; i++) w[i].load(u.m, u.tile[i], group, lane);
+        for (int i = 0; i < TILES; i++) w[i].load(u.m, u.tile(i), group, lane);
         source.ready();
         typename B::Activations x;
-        source.fetch(x, group, u.m.k_tiles);
+        source.fetch(x, group);
         source.convert(x);
 #pragma unroll
         for (int i = 0; i < TILES; i++) multiply_group<B>(w[i], x, acc[i]);
@@ -248,7 +289,7 @@ struct Multiplier {
                                           const Walk<Units>& walk)
         : ring(p, share, shared, warp, lane, walk) {}
     template <class Source>
-    __device__ __forceinline__ void run(const Unit<Units::TILES>& u, const Share& share, i32 lane,
+    __device__ __forceinline__ void run(const Unit& u, const Share& share, i32 lane,
                                         const Source& source, float acc[Units::TILES][4]) {
         multiply_streamed<B, Units>(ring, u, share, lane, source, acc);
     }
@@ -257,7 +298,7 @@ template <class B, class Units>
 struct Multiplier<B, Units, false> {
     __device__ __forceinline__ Multiplier(const Params&, const Share&, u8*, i32, i32, const Walk<Units>&) {}
     template <class Source>
-    __device__ __forceinline__ void run(const Unit<Units::TILES>& u, const Share& share, i32 lane,
+    __device__ __forceinline__ void run(const Unit& u, const Share& share, i32 lane,
                                         const Source& source, float acc[Units::TILES][4]) {
         multiply_direct<B, Units>(u, share, lane, source, acc);
     }
@@ -293,7 +334,7 @@ DEV void gate_up_decode(const Params& p) {
     Walk<Units> walk(p, *p.entry_count);
     Multiplier<B, Units> multiplier(p, share, ring_memory, warp, lane, walk);
     for (; walk.valid(); walk.advance(p)) {
-        const Unit<2> u = walk.unit(p);
+        const Unit u = walk.unit(p);
         // What this thread needs at the end: register `warp` of each warp's lane `lane`.
         const i32 column = (lane & 3) * 2 + (warp & 1), line = (lane >> 2) + 8 * (warp >> 1);
         const int2 pair = column_pair(p, u.entry, column);
@@ -332,7 +373,7 @@ DEV void down_decode(const Params& p) {
     Multiplier<B, Units> multiplier(p, share, ring_memory, warp, lane, walk);
     bool waited = false;
     for (; walk.valid(); walk.advance(p)) {
-        const Unit<TILES> u = walk.unit(p);
+        const Unit u = walk.unit(p);
         const i32 column = (lane & 3) * 2 + (warp & 1), line = (lane >> 2) + 8 * (warp >> 1);
         const int2 pair = column_pair(p, u.entry, column);
         float acc[TILES][4] = {};
