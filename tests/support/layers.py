@@ -99,7 +99,7 @@ def random_experts(hidden: int, intermediate: int, experts: int, seed: int) -> t
     return tuple(expert() for _ in range(experts))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def random_layer(
     codec: str,
     hidden: int,
