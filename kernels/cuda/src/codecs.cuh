@@ -11,7 +11,7 @@
 #define FP4_STAGE 4
 #define W2_BLOCKS 4
 #define FP4_BLOCKS 4
-#define FSC true
+#define FSC false
 #define XPF 1
 #endif
 

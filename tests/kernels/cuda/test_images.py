@@ -111,7 +111,7 @@ def test_the_decode_kernels_fit_the_shared_memory_of_every_target(target: str) -
     """What the H200 cannot show: its blocks have twice the memory of those of smaller GPUs."""
     kernels = manifest.read(IMAGES).units["moe"].targets[target]
     needed = {
-        name: record.shared + 8 * 2 * layer._STAGE[name.split("_decode_")[1].split("_")[0]]
+        name: record.shared + layer.decode_shared(name.split("_decode_")[1].split("_")[0])
         for name, record in kernels.items()
         if "_decode_" in name
     }
