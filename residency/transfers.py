@@ -51,7 +51,7 @@ class _CudaEvent:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
+        self._event: Any = torch.cuda.Event()
 
     def record(self) -> None:
         self._event.record(torch.cuda.current_stream(self._device))
