@@ -120,12 +120,12 @@ def _configured(config: TiersConfig) -> str:
 def _arena(config: TiersConfig, place: Placement, one: RankPlan, kind: str, stride: int) -> RowArena | None:
     """This rank's arena. Without one rows still pass through host memory on their way to a GPU; few places do."""
     host = config.tiers.host
-    places = one.arena_rows
-    if not places:
-        if not place.on_gpu:
-            return None
-        places, kind = max(1, one.staging_bytes // stride), "pinned"
-    return open_arena(place, places, stride, kind=kind, numa=host.numa, on_limit=host.on_limit)
+    if one.arena_rows:
+        return open_arena(place, one.arena_rows, stride, kind=kind, numa=host.numa, on_limit=host.on_limit)
+    if not place.on_gpu:
+        return None
+    staging = max(1, one.staging_bytes // stride)
+    return open_arena(place, staging, stride, kind="pinned", numa=host.numa, on_limit="pageable")
 
 
 def heat_folder(config: TiersConfig) -> Path | None:

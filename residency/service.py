@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from ziggurat.allocators.errors import AllocatorError
 from ziggurat.allocators.pageable import PageableArena
 from ziggurat.kernels.cpu import moe as cpu_ops
 from ziggurat.kernels.geometry import ExpertGeometry
@@ -374,7 +375,7 @@ class ExpertService:
             self._fetcher.drain()
             self._close_late_epoch()
             self.collect()
-        except (RuntimeError, ResidencyError) as error:
+        except (RuntimeError, AllocatorError, ResidencyError) as error:
             logger.warning("the device did not finish its work: %s", error)
 
 

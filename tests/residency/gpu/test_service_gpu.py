@@ -82,7 +82,7 @@ class Captured:
     def __init__(self, model: FakeModel, service: ExpertService, rows: int = BATCH) -> None:
         self.model, self.service = model, service
         self.x = torch.zeros(rows, HIDDEN, device="cuda")
-        side: Any = torch.cuda.Stream()  # torch
+        side: Any = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             model.forward(self.x, service.moe)
