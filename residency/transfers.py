@@ -51,11 +51,7 @@ class _CudaEvent:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-<<<<<<< HEAD
-        self._event: Any = torch.cuda.Event()  # torch
-=======
         self._event: Any = torch.cuda.Event()
->>>>>>> residency
 
     def record(self) -> None:
         self._event.record(torch.cuda.current_stream(self._device))
