@@ -6,7 +6,7 @@ set -euo pipefail
 folder=${1:-.gpu/wheels}
 shift || true
 packages=("$@")
-[[ ${#packages[@]} -gt 0 ]] || packages=(annotated-types==0.8.0 pydantic==2.14.4 pydantic-core==2.50.5 setuptools==80.9.0)
+[[ ${#packages[@]} -gt 0 ]] || packages=(annotated-types==0.8.0 pydantic==2.14.4 pydantic-core==2.50.5 setuptools==80.9.0 typing-inspection==0.4.5)
 mkdir -p "$folder"
 python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
     --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \

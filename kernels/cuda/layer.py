@@ -35,10 +35,13 @@ _PREFILL_PAIRS: Final = 64
 _COMBINE_THREADS: Final = 128
 _ROUTE_WARPS: Final = 32
 _IO: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
-# Bytes of a decode warp's ring: two stages, and one stage's scales as floats where the scales multiply sums. See
-# Ring::BYTES in src/decode.cuh.
+# Bytes of a decode warp's ring of two stages: Ring::BYTES in src/decode.cuh.
 _RING: Final = {"w2": 2 * 8 * (512 + 64), "fp4": 2 * 4 * (1024 + 64), "bf16": 0}
-_FLOAT_SCALES: Final = {"w2": 8 * 256, "fp4": 4 * 256, "bf16": 0}
+
+
+def decode_shared(codec: str) -> int:
+    """Dynamic shared memory of a block of the decode GEMMs, in bytes."""
+    return _DECODE_THREADS // 32 * _RING[codec]
 
 
 class KernelSource(Protocol):
@@ -136,10 +139,9 @@ class CudaLayerKernels:
                 both[0], both[1], threads, shared, pairs, gate_up_rows, down_rows, blocks[0], blocks[1]
             )
 
-        ring = _DECODE_THREADS // 32 * (_RING[codec] + (0 if self.mx else _FLOAT_SCALES[codec]))
-        self._decode = gemms(
-            "decode", _DECODE_THREADS, ring, _DECODE_PAIRS, 16, 32 if codec == "bf16" else 64
-        )
+        ring = decode_shared(codec)
+        tiles = 2 if codec == "bf16" else 4  # of a unit of work
+        self._decode = gemms("decode", _DECODE_THREADS, ring, _DECODE_PAIRS, 8 * tiles, 16 * tiles)
         self._prefill = gemms("prefill", _PREFILL_THREADS, 0, _PREFILL_PAIRS, 128, 256)
         self._small_route = source.kernel(f"route_small_{route}", index)
         self._large_route = source.kernel(f"route_large_{route}", index)

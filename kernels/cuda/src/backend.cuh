@@ -47,6 +47,7 @@ struct F16Path {
     typedef CODEC Codec;
     typedef IO Io;
     static constexpr bool NEEDS_AMAX = true;
+    static constexpr int BLOCKS = 4; // of a decode kernel on one multiprocessor
 
     struct Activations {
         u32 b[GROUP_TILES][4];
@@ -101,28 +102,12 @@ struct F16Path {
         }
     };
 
-    // What a decode warp multiplies: words, and scales that it has turned into floats once for all lanes of a row.
-    static constexpr bool FLOAT_SCALES = FSC;
-    struct Operand {
-        u32 q[GROUP_TILES * Codec::WORDS];
-        u32 s0, s1;
-        float f0[GROUP_TILES], f1[GROUP_TILES];
-        __device__ __forceinline__ void load_tail(const Matrix& m, i32 tile, i32 group, i32 lane) {
-            typename Codec::Group g;
-            g.load_tail(m, tile, group, lane);
-#pragma unroll
-            for (int i = 0; i < GROUP_TILES * Codec::WORDS; i++) q[i] = g.q[i];
-            s0 = g.s0, s1 = g.s1;
-            f0[0] = block_scale<0>(g.s0), f0[1] = block_scale<1>(g.s0), f0[2] = block_scale<2>(g.s0);
-            f1[0] = block_scale<0>(g.s1), f1[1] = block_scale<1>(g.s1), f1[2] = block_scale<2>(g.s1);
-        }
-    };
+    typedef typename Codec::Group Operand;
     template <int KB>
     DEV void tile(const Operand& w, const Activations& x, float acc[4]) {
         u32 a[8];
         Codec::f16(w.q, KB, a);
-        if (FSC) scaled(a, x.b[KB], w.f0[KB], w.f1[KB], acc);
-        else scaled(a, x.b[KB], block_scale<KB>(w.s0), block_scale<KB>(w.s1), acc);
+        scaled(a, x.b[KB], block_scale<KB>(w.s0), block_scale<KB>(w.s1), acc);
     }
     DEV void scaled(const u32 a[8], const u32 b[4], float f0, float f1, float acc[4]) {
         float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -193,6 +178,7 @@ struct Bf16Path {
     typedef Verbatim Codec;
     typedef Bf16 Io;
     static constexpr bool NEEDS_AMAX = false;
+    static constexpr int BLOCKS = 2;
 
     struct Activations {
         u32 b[GROUP_TILES][4];
@@ -232,7 +218,6 @@ struct Bf16Path {
         __device__ __forceinline__ void convert(Activations& x) const {}
     };
 
-    static constexpr bool FLOAT_SCALES = false;
     typedef Verbatim::Group Operand;
     template <int KB>
     DEV void tile(const Verbatim::Group& w, const Activations& x, float acc[4]) {
@@ -296,6 +281,7 @@ struct MxPath {
     typedef CODEC Codec;
     typedef IO Io;
     static constexpr bool NEEDS_AMAX = false;
+    static constexpr int BLOCKS = 2; // what the shared memory of sm_120 has room for
 
     struct Activations {
         uint4 raw[GROUP_TILES]; // E4M3 in x and y; hidden values as they were stored before `convert`
@@ -356,7 +342,6 @@ struct MxPath {
         }
     };
 
-    static constexpr bool FLOAT_SCALES = false;
     typedef typename Codec::Group Operand;
     // Lane l gives the scales of row (l >> 2) + 8 (l & 1).
     DEV u32 scale_a(const typename Codec::Group& w) { return (threadIdx.x & 1) ? w.s1 : w.s0; }

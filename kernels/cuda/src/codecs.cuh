@@ -6,14 +6,6 @@
 // block-scaled m16n8k32 takes all four as E5M2.
 #pragma once
 #include "common.cuh"
-#ifndef W2_STAGE
-#define W2_STAGE 8
-#define FP4_STAGE 4
-#define W2_BLOCKS 4
-#define FP4_BLOCKS 4
-#define FSC true
-#define XPF 1
-#endif
 
 
 // A tile's scale of k-tile kb, from the word of its row: 2^(b - 127). Byte 0 reads as 0 and byte 255 as infinity.
@@ -82,9 +74,8 @@ struct W2 {
     static constexpr int WORDS = 1;
     static constexpr bool SCALED = true;
     static constexpr int UNIT_TILES = 4;    // decode: tiles of a unit of work
-    static constexpr int STAGE_BLOCKS = W2_STAGE;  // decode: groups of a tile that a warp asks for at once
+    static constexpr int STAGE_BLOCKS = 8;  // decode: groups of a tile that a warp asks for at once
     static constexpr bool PREFETCH = true;  // prefill: the next group's weights while this one is multiplied
-    static constexpr int BLOCKS = W2_BLOCKS; // of a decode kernel on one multiprocessor
     static constexpr float POST = 8.0f;     // decoded bytes are level * 2^-3
     typedef CodeGroup<1> Group;
 
@@ -116,9 +107,8 @@ struct Fp4 {
     static constexpr int WORDS = 2;
     static constexpr bool SCALED = true;
     static constexpr int UNIT_TILES = 4;
-    static constexpr int STAGE_BLOCKS = FP4_STAGE;
+    static constexpr int STAGE_BLOCKS = 4;
     static constexpr bool PREFETCH = true;
-    static constexpr int BLOCKS = FP4_BLOCKS; // of a decode kernel on one multiprocessor
     static constexpr float POST = 16384.0f; // decoded bytes are value * 2^-14
     typedef CodeGroup<2> Group;
 
@@ -151,7 +141,6 @@ struct Verbatim {
     static constexpr int UNIT_TILES = 2;
     static constexpr int STAGE_BLOCKS = 2;
     static constexpr bool PREFETCH = false;
-    static constexpr int BLOCKS = 2; // of a decode kernel on one multiprocessor
     static constexpr float POST = 1.0f;
     struct Group {
         u32 q[GROUP_TILES * 8];

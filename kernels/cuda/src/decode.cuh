@@ -109,8 +109,7 @@ struct Ring {
     static constexpr int GROUPS = Codec::STAGE_BLOCKS / TILES > 0 ? Codec::STAGE_BLOCKS / TILES : 1; // of a stage
     static constexpr int PIECES = GROUPS * 4; // copies of 16 bytes that hold a tile's scales of a stage
     static constexpr int CODES = TILES * GROUPS * 512 * WORDS, STAGE = CODES + TILES * GROUPS * 64;
-    static constexpr int FLOATS = B::FLOAT_SCALES ? TILES * GROUPS * 256 : 0; // one stage's scales
-    static constexpr int BYTES = 2 * STAGE + FLOATS;                         // of a warp
+    static constexpr int BYTES = 2 * STAGE; // of a warp
 
     const Params& p;
     const Share& share;
@@ -185,32 +184,15 @@ struct Ring {
         issue(turn ^ 1);
         copies_arrived<1>();
         __syncwarp();
-        if (B::FLOAT_SCALES) {
-            if (lane < TILES * PIECES) {
-                const uint4 v = *(const uint4*)(stages + turn * STAGE + CODES + lane * 16);
-                float4* to = (float4*)(stages + 2 * STAGE) + lane * 4;
-                to[0] = four_scales(v.x), to[1] = four_scales(v.y), to[2] = four_scales(v.z), to[3] = four_scales(v.w);
-            }
-            __syncwarp();
-        }
-    }
-    DEV float4 four_scales(u32 word) {
-        return make_float4(block_scale<0>(word), block_scale<1>(word), block_scale<2>(word), block_scale<3>(word));
     }
     __device__ __forceinline__ void read(typename B::Operand& g, int i, int a) const {
         const u8* stage = stages + turn * STAGE;
 #pragma unroll
         for (int w = 0; w < WORDS; w++)
             *(uint4*)(g.q + 4 * w) = *(const uint4*)(stage + ((i * GROUPS + a) * WORDS + w) * 512 + lane * 16);
-        if constexpr (B::FLOAT_SCALES) {
-            const float4* scales = (const float4*)(stages + 2 * STAGE) + (i * GROUPS + a) * 16;
-            *(float4*)g.f0 = scales[lane >> 2];
-            *(float4*)g.f1 = scales[(lane >> 2) + 8];
-        } else {
-            const u32* words = (const u32*)(stage + CODES) + (i * GROUPS + a) * 16;
-            g.s0 = words[lane >> 2];
-            g.s1 = words[(lane >> 2) + 8];
-        }
+        const u32* words = (const u32*)(stage + CODES) + (i * GROUPS + a) * 16;
+        g.s0 = words[lane >> 2];
+        g.s1 = words[(lane >> 2) + 8];
     }
     __device__ __forceinline__ void done() { // before the stage is written again
         __syncwarp();
@@ -260,9 +242,8 @@ DEV void multiply_streamed(Ring<B, Units>& ring, const Unit& u, const Share& sha
 #pragma unroll
         for (int a = 0; a < GROUPS; a++)
             if (base + a < share.full) {
-                if (!XPF && (a > 0 || base > share.first)) source.fetch(next, base + a);
                 typename B::Activations x = next;
-                if (XPF && base + a + 1 < share.full) source.fetch(next, base + a + 1);
+                if (base + a + 1 < share.full) source.fetch(next, base + a + 1);
                 source.convert(x);
 #pragma unroll
                 for (int i = 0; i < TILES; i++) {
@@ -353,16 +334,16 @@ DEV void gate_up_decode(const Params& p) {
     let_next_start();
     for (; walk.valid(); walk.advance(p)) {
         const Unit u = walk.unit(p);
-        // What this thread needs at the end: register `warp` of each warp's lane `lane`.
-        const i32 column = (lane & 3) * 2 + (warp & 1), line = (lane >> 2) + 8 * (warp >> 1);
-        const int2 pair = column_pair(p, u.entry, column);
-        const float scale = B::input_scale(p, pair.y);
         float acc[TILES][4] = {};
         typename B::Input source(p, u.entry, lane);
         multiplier.run(u, share, lane, source, acc);
         __syncthreads(); // the sums of the unit before have been read
         exchange<TILES>(shared, acc, warp, lane);
         __syncthreads();
+        // This thread sums register `warp` of each warp's lane `lane`.
+        const i32 column = (lane & 3) * 2 + (warp & 1), line = (lane >> 2) + 8 * (warp >> 1);
+        const int2 pair = column_pair(p, u.entry, column);
+        const float scale = B::input_scale(p, pair.y);
         u32 amax = 0;
         if (column < u.entry.count) {
 #pragma unroll
@@ -396,8 +377,6 @@ DEV void down_decode(const Params& p) {
     bool waited = false;
     for (; walk.valid(); walk.advance(p)) {
         const Unit u = walk.unit(p);
-        const i32 column = (lane & 3) * 2 + (warp & 1), line = (lane >> 2) + 8 * (warp >> 1);
-        const int2 pair = column_pair(p, u.entry, column);
         float acc[TILES][4] = {};
         typename B::Hidden source(p, u.entry, lane, waited);
         multiplier.run(u, share, lane, source, acc);
@@ -409,6 +388,8 @@ DEV void down_decode(const Params& p) {
         __syncthreads();
         exchange<TILES>(shared, acc, warp, lane);
         __syncthreads();
+        const i32 column = (lane & 3) * 2 + (warp & 1), line = (lane >> 2) + 8 * (warp >> 1);
+        const int2 pair = column_pair(p, u.entry, column);
         if (column < u.entry.count) {
             const float scale = B::hidden_scale(p, pair.x);
             float* out = p.partial + (i64)pair.x * p.hidden_size + line;

@@ -32,12 +32,13 @@
     }
 
 #define GEMMS(suffix, ...)                                                                                             \
-    KERNEL(gate_up_decode_##suffix, DECODE_THREADS, __VA_ARGS__::Codec::BLOCKS) { gate_up_decode<__VA_ARGS__>(p); }    \
-    KERNEL(down_decode_##suffix, DECODE_THREADS, __VA_ARGS__::Codec::BLOCKS) { down_decode<__VA_ARGS__>(p); }          \
+    KERNEL(gate_up_decode_##suffix, DECODE_THREADS, __VA_ARGS__::BLOCKS) { gate_up_decode<__VA_ARGS__>(p); }    \
+    KERNEL(down_decode_##suffix, DECODE_THREADS, __VA_ARGS__::BLOCKS) { down_decode<__VA_ARGS__>(p); }          \
     KERNEL(gate_up_prefill_##suffix, PREFILL_THREADS) { gemm_prefill<__VA_ARGS__, false>(p); }                         \
     KERNEL(down_prefill_##suffix, PREFILL_THREADS) { gemm_prefill<__VA_ARGS__, true>(p); }
 
 ROUTE(plain, ) // verbatim rows multiply the activations as they are
+#if !defined(HAS_MX) || defined(EMULATE_MX) // block-scaled instructions take their place where there are any
 ROUTE(bf16, prepare_f16<Bf16>(p, blockIdx.x - 1))
 ROUTE(f16, prepare_f16<F16>(p, blockIdx.x - 1))
 
@@ -45,6 +46,7 @@ GEMMS(w2_bf16, F16Path<W2, Bf16>)
 GEMMS(w2_f16, F16Path<W2, F16>)
 GEMMS(fp4_bf16, F16Path<Fp4, Bf16>)
 GEMMS(fp4_f16, F16Path<Fp4, F16>)
+#endif
 GEMMS(bf16_bf16, Bf16Path)
 
 KERNEL(combine_bf16, 128) { combine_token<Bf16>(p); }

@@ -65,16 +65,23 @@ def test_an_image_holds_the_kernels_that_the_manifest_lists(name: str, target: s
     assert sorted(opcodes(name, target)) == sorted(listed)
 
 
+#: Bytes of a thread's stack that a kernel of the 16-bit path may use: a few registers, saved outside its inner loops
+#: for one more block on a multiprocessor (decode), or because 64 columns and two tiles need all there are (prefill).
+SPILLED = {"decode": 16, "prefill": 144}
+
+
 @pytest.mark.parametrize(("name", "target"), CODE)
-def test_no_kernel_spills_or_uses_local_memory(name: str, target: str) -> None:
-    told = {
-        kernel: (record.stack, record.spill_stores, record.spill_loads)
-        for kernel, record in manifest.read(IMAGES).units[name].targets[target].items()
-    }
-    assert {kernel: used for kernel, used in told.items() if used != (0, 0, 0)} == {}
+def test_no_kernel_spills_on_sm_120_and_hardly_any_elsewhere(name: str, target: str) -> None:
+    told = manifest.read(IMAGES).units[name].targets[target]
     code = opcodes(name, target)
     assert all(len(instructions) > 10 for instructions in code.values())
-    assert {kernel: found for kernel in code if (found := sass.local_accesses(code[kernel]))} == {}
+    for kernel, record in told.items():
+        kind = next((kind for kind in SPILLED if f"_{kind}_" in kernel), None)
+        allowed = 0 if target == "sm_120f" or kind is None else SPILLED[kind]
+        assert record.stack <= allowed, kernel
+        if allowed == 0:
+            assert (record.spill_stores, record.spill_loads) == (0, 0), kernel
+            assert sass.local_accesses(code[kernel]) == [], kernel
 
 
 @pytest.mark.parametrize("pattern", GEMMS)
@@ -111,7 +118,7 @@ def test_the_decode_kernels_fit_the_shared_memory_of_every_target(target: str) -
     """What the H200 cannot show: its blocks have twice the memory of those of smaller GPUs."""
     kernels = manifest.read(IMAGES).units["moe"].targets[target]
     needed = {
-        name: record.shared + 8 * 2 * layer._STAGE[name.split("_decode_")[1].split("_")[0]]
+        name: record.shared + layer.decode_shared(name.split("_decode_")[1].split("_")[0])
         for name, record in kernels.items()
         if "_decode_" in name
     }
