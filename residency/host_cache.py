@@ -250,11 +250,14 @@ class HostCache:
                     reservation
                     for key, weight in remaining.items()
                     if key not in self._reading
+                    and key not in self._place_of  # brought by another thread since we looked
                     and (reservation := self._reserve_one(key, weight, keep)) is not None
                 ]
                 self._reading.update(item.key for item in plan if item.cached)
                 if plan:
                     return plan
+                if any(key in self._place_of for key in remaining):
+                    return []
                 if not self._reading and self._open_epochs <= {epoch}:
                     return None
                 if not waited:
@@ -262,8 +265,6 @@ class HostCache:
                     self.waits += 1
                     self._changed.notify_all()
                 self._changed.wait()
-                if any(key in self._place_of for key in remaining):
-                    return []
 
     def _reserve_one(self, key: int, weight: float, keep: bool) -> _Reservation | None:
         if keep:

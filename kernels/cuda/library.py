@@ -60,7 +60,7 @@ class Library:
         with driver.current(device):
             function = driver.call(api.cuKernelGetFunction, handle)
             driver.call(api.cuFuncLoad, function)
-        return Kernel(name, device, handle, function)
+            return Kernel(name, device, handle, function)
 
 
 class Images:

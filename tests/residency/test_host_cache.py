@@ -303,6 +303,22 @@ def test_a_step_waits_for_a_row_that_the_background_is_reading(packs: FakePacks)
     assert rig.pack.log == [1]
 
 
+def test_a_row_that_the_background_brings_between_two_looks_is_not_read_again(
+    packs: FakePacks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(packs, places=5, staging=1)
+    look = rig.cache._find
+
+    def look_too_early(remaining: dict[int, float], epoch: int) -> RowBatch:
+        found = look(remaining, epoch)
+        rig.cache.fill([(1, 1.0)], limit=1)
+        return found
+
+    monkeypatch.setattr(rig.cache, "_find", look_too_early)
+    assert rig.get([1, 2]) == {1: "arena", 2: "pack"}
+    assert rig.pack.log == [1, 2]
+
+
 # -- all of it -----------------------------------------------------------------------------------------------------
 
 

@@ -136,13 +136,13 @@ def test_torch_counts_its_memory() -> None:
 
 
 def test_more_than_the_device_has_is_refused_with_the_numbers() -> None:
-    free = torch.cuda.mem_get_info(0)[0]
+    free, total = torch.cuda.mem_get_info(0)
     with pytest.raises(
         AllocationError, match=r"device pool: [0-9]+ bytes refused by device cuda:0"
     ) as caught:
         CudaPool(2 * free // STRIDE, STRIDE, "cuda:0")
     assert caught.value.have is not None
-    assert 0 < caught.value.have <= free
+    assert 0 < caught.value.have <= total  # others may take and give meanwhile
 
 
 def test_the_driver_takes_no_batch_on_the_default_stream(arena: PinnedArena) -> None:

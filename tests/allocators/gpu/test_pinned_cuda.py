@@ -77,14 +77,18 @@ def test_a_refusal_half_way_leaves_nothing_registered(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("batched", [True, False])
-def test_one_copy_may_cross_from_chunk_to_chunk(batched: bool) -> None:
+def test_neighbouring_rows_of_different_chunks_are_copied(batched: bool) -> None:
+    """The driver refuses one copy across two registrations, and neighbouring rows would be merged into one."""
     arena = PinnedArena(16, MIB, chunk_bytes=2 * MIB)
     arena.tensor.copy_(torch.randint(0, 256, (16, MIB), dtype=torch.uint8))
     target = torch.full((16, MIB), 0xEE, dtype=torch.uint8, device="cuda:0")
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     mover = BatchedCopies() if batched else SingleCopies()
-    mover.move([target.data_ptr()], [arena.tensor.data_ptr()], [arena.nbytes], stream.cuda_stream)
+    to, source = (
+        [base + row * MIB for row in range(16)] for base in (target.data_ptr(), arena.tensor.data_ptr())
+    )
+    mover.move(to, source, [MIB] * 16, stream.cuda_stream)
     stream.synchronize()
     assert torch.equal(target.cpu(), arena.tensor)
     arena.close()
