@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.gate_engine import MARK, jobs  # noqa: E402
-from bench.results_io import machine_facts  # noqa: E402
+from bench.results_io import provenance  # noqa: E402
 
 LIMITS = {"full": 200.0, "piecewise": 170.0, "eager": 150.0, "small": 120.0, "serve": 260.0}
 
@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", default=list(LIMITS), help=f"of {', '.join(LIMITS)}")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "bench/h200/out")))
     parser.add_argument("--cpu", action="store_true", help="a short run with the CPU as the device")
+    parser.add_argument("--commit", default=None, help="what to record where there is no git history")
     options = parser.parse_args()
     unknown = sorted(set(options.parts) - set(LIMITS))
     if unknown:
@@ -45,7 +46,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ziggurat-gate-") as folder:
         results = [_part(name, options, Path(folder)) for name in options.parts]
     _show(results)
-    report = {"machine": machine_facts(), "passed": all(r["passed"] for r in results), "parts": results}
+    report = {
+        "passed": all(r["passed"] for r in results),
+        "parts": results,
+        **provenance(sys.argv, at=options.commit),
+    }
     (options.out / "gate.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0 if report["passed"] else 1
 

@@ -141,3 +141,54 @@ def serve(result: Mapping[str, Any], markdown: Markdown) -> str:
     for stream in streams:
         header += [stream, "of stock"]
     return f"{markdown([*header, 'no miss', 'passes'], rows)}\n{origin(result)}\n"
+
+
+def gate(result: Mapping[str, Any], markdown: Markdown) -> str:
+    """One row for each pool: what its steps did, and whether every bit was as it must be."""
+    rows = []
+    for part in result["parts"]:
+        cases: dict[str, list[Mapping[str, Any]]] = {}
+        for run in part["runs"]:
+            cases.setdefault(run["case"], []).append(run)
+        for case, runs in cases.items():
+            sums = [sum(run[key] for run in runs) for key in ("steps", "passes", "missed")]
+            outcomes: dict[str, int] = {}
+            for run in runs:
+                for outcome, count in run["outcomes"].items():
+                    outcomes[outcome] = outcomes.get(outcome, 0) + count
+            told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+            verdict = "no" if any(run["problems"] for run in runs) else "yes"
+            rows.append([f"{part['part']}: {case}", *map(str, sums), told, verdict])
+    header = ["engine: pool", "steps", "passes", "missed pairs", "outcomes", "as it must be"]
+    return f"{markdown(header, rows)}\n{origin(result)}\n"
+
+
+def profile(result: Mapping[str, Any], markdown: Markdown) -> str:
+    """What a kernel did with its cycles, and what each change was worth."""
+    kernel = result["kernel"]
+    facts = [
+        ["time", f"{kernel['microseconds']:.1f} us"],
+        ["read from memory", f"{kernel['dram_read_mb']:.0f} MB"],
+        ["instructions a scheduler", f"{kernel['instructions_per_scheduler']}"],
+        ["issue slots used", f"{kernel['issue_slots_busy']:.0%}"],
+        ["ALU pipe", f"{kernel['alu_pipe']:.0%}"],
+        ["FMA pipe, heavy half", f"{kernel['fma_heavy_pipe']:.0%}"],
+        ["tensor pipe", f"{kernel['tensor_pipe_active']:.0%}"],
+        [
+            "warps a scheduler, of which eligible",
+            f"{kernel['warps_per_scheduler']}, {kernel['eligible_warps_per_scheduler']}",
+        ],
+        *(
+            [f"cycles an instruction: {name.replace('_', ' ')}", f"{value:.2f}"]
+            for name, value in kernel["stall_cycles_per_instruction"].items()
+        ),
+    ]
+    trials = [
+        [trial["change"], f"{trial['tokens_1']:.1f} us", f"{trial['tokens_8']:.1f} us"]
+        for trial in result["trials"]
+    ]
+    title = f"`{kernel['name']}`, {kernel['tokens']} tokens, {kernel['state']}"
+    return (
+        f"{markdown([title, ''], facts)}\n"
+        f"{markdown(['w2 layer', '1 token', '8 tokens'], trials)}\n{origin(result)}\n"
+    )

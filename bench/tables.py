@@ -141,6 +141,8 @@ GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]
     "transfers": gpu_tables.transfers,
     "harness": gpu_tables.harness,
     "serve": gpu_tables.serve,
+    "gate": gpu_tables.gate,
+    "profile": gpu_tables.profile,
 }
 """By the last part of a name such as `h200/kernels`."""
 

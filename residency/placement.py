@@ -20,8 +20,6 @@ from ziggurat.residency.sizes import format_bytes
 logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float16)
-# Below this many bytes a row is moved by a kernel, from it on by the copy engine (measured: bench/transfers).
-GATHER_BELOW = 512 << 10
 _SAY_EVERY = 5.0  # seconds between two lines about an arena in the making
 
 
@@ -78,7 +76,7 @@ def open_pool(place: Placement, slots: int, stride: int) -> RowPool:
 
         return CpuPool(slots, stride)
     from ziggurat.allocators.cuda_pool import CudaPool
-    from ziggurat.allocators.movers import BatchedCopies, RowMover
+    from ziggurat.allocators.movers import GATHER_BELOW, BatchedCopies, RowMover
     from ziggurat.kernels.cuda.gather import GatherKernel
 
     mover: RowMover = BatchedCopies() if stride >= GATHER_BELOW else GatherKernel(place.device.index)
