@@ -7,12 +7,17 @@ from pathlib import Path
 from ziggurat.allocators.errors import AllocatorError
 from ziggurat.integration.machine import machine_limits
 from ziggurat.integration.packing import check_existing_packs, encoder_for, pack_paths
+from ziggurat.kernels.cuda.workspace import workspace_bytes
 from ziggurat.kernels.errors import CodecError
+from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.budget import ModelFacts, Plan, plan
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.errors import ResidencyError
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.errors import StoreError
+
+#: Tokens of a batch where nobody says how many there may be: vLLM's usual --max-num-batched-tokens.
+DEFAULT_MAX_TOKENS = 8192
 
 REFUSALS: tuple[type[Exception], ...] = (AllocatorError, CodecError, ResidencyError, StoreError)
 
@@ -29,15 +34,21 @@ def model_facts(checkpoint: Checkpoint) -> ModelFacts:
 
 
 def plan_for(
-    checkpoint: Checkpoint, config: TiersConfig, tp_size: int, *, graph_tokens: int = 0, workspace: int = 0
+    checkpoint: Checkpoint,
+    config: TiersConfig,
+    tp_size: int,
+    *,
+    graph_tokens: int = 0,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
 ) -> Plan:
     """The plan of a model on this machine; not yet required to work.
 
     graph_tokens: tokens of the largest batch that a graph serves without a miss, see `ziggurat.residency.budget.plan`.
-    workspace: bytes of each device that kernels take beside the pool.
+    max_tokens: tokens of the largest batch, on which depends what the kernels of a GPU take beside the pool.
     """
     row_bytes = encoder_for(checkpoint, config.codecs.base).row_bytes(tp_size)
     paths = pack_paths(checkpoint, config, tp_size)
+    workspace = kernel_workspace(checkpoint, tp_size, max_tokens)
     machine = machine_limits(config, paths, tp_size=tp_size, workspace=workspace)
     return plan(
         config,
@@ -49,9 +60,17 @@ def plan_for(
     )
 
 
-def preflight(model: str | Path, config: TiersConfig, tp_size: int) -> Plan:
+def kernel_workspace(checkpoint: Checkpoint, tp_size: int, max_tokens: int) -> int:
+    """Bytes that the kernels of each GPU take beside the pool for batches of up to `max_tokens` tokens."""
+    geometry = ExpertGeometry(checkpoint.hidden, checkpoint.intermediate // tp_size)
+    return workspace_bytes(geometry, checkpoint.experts, checkpoint.top_k, max_tokens)
+
+
+def preflight(
+    model: str | Path, config: TiersConfig, tp_size: int, *, max_tokens: int = DEFAULT_MAX_TOKENS
+) -> Plan:
     """Raise one of :data:`REFUSALS` unless ``model`` can be served; returns the plan. Reads headers only."""
     with Checkpoint.open(Path(model)) as checkpoint:
-        result = plan_for(checkpoint, config, tp_size).require()
+        result = plan_for(checkpoint, config, tp_size, max_tokens=max_tokens).require()
         check_existing_packs(checkpoint, config, tp_size)
     return result

@@ -46,8 +46,11 @@ class LateBooks:
             self._wake.wait()
             if self._stop.wait(QUIET_SECONDS):
                 return
-            # Cleared before it books: what is put off from here on wakes it again.
+            # Cleared before it books: what is put off from here on wakes it again. An end that was announced just
+            # before may have been cleared with it.
             self._wake.clear()
+            if self._stop.is_set():
+                return
             try:
                 if self._book():
                     self._wake.set()

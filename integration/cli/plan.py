@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ziggurat.integration.cli.options import ConfigOption, ModelArgument, TensorParallelOption, read_inputs
-from ziggurat.integration.preflight import plan_for
+from ziggurat.integration.preflight import DEFAULT_MAX_TOKENS, plan_for
 from ziggurat.residency.budget_plan import Plan
 from ziggurat.residency.sizes import format_bytes
 from ziggurat.stores.checkpoint import Checkpoint
@@ -36,6 +36,10 @@ def plan(
             " expert of a layer that it can route to.",
         ),
     ] = 0,
+    max_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="vLLM's --max-num-batched-tokens: GPU memory of the kernels depends on it."),
+    ] = DEFAULT_MAX_TOKENS,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON, also if it is refused.")
     ] = False,
@@ -43,7 +47,7 @@ def plan(
     """Show bytes per tier, coverage and floors of MODEL; status 1 and one line if it cannot work here."""
     folder, tiers = read_inputs(model, config)
     with Checkpoint.open(folder) as checkpoint:
-        result = plan_for(checkpoint, tiers, tp, graph_tokens=graph_tokens)
+        result = plan_for(checkpoint, tiers, tp, graph_tokens=graph_tokens, max_tokens=max_tokens)
     if as_json:
         typer.echo(json.dumps(result.to_json(), indent=2))
     else:

@@ -57,10 +57,10 @@ def placement_of(vllm_config: Any, config: TiersConfig, *, kernels: bool) -> Pla
             f"tiers.device.device is {wanted}, but this worker computes on {device}; set it to auto, and "
             "CUDA_VISIBLE_DEVICES to the GPUs to use"
         )
-    return Placement(device, vllm_config.model_config.dtype, _largest_batch(vllm_config), kernels)
+    return Placement(device, vllm_config.model_config.dtype, largest_batch(vllm_config), kernels)
 
 
-def _largest_batch(vllm_config: Any) -> int:
+def largest_batch(vllm_config: Any) -> int:
     """Rows of the largest batch that a layer is called with: scheduled, or padded to the size of a captured graph."""
     captured = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None)
     return max(int(vllm_config.scheduler_config.max_num_batched_tokens), int(captured or 0))

@@ -79,6 +79,7 @@ def _check(config: Any, usage_context: Any) -> None:
     from vllm.usage.usage_lib import UsageContext
 
     from ziggurat.integration.preflight import REFUSALS, preflight
+    from ziggurat.integration.vllm.compute import largest_batch
     from ziggurat.integration.vllm.failures import patch_api_process
     from ziggurat.integration.vllm.guard import check_engine
     from ziggurat.integration.vllm.settings import read_settings, tiers_requested
@@ -90,7 +91,12 @@ def _check(config: Any, usage_context: Any) -> None:
         if not tiers_requested(config):
             return
         settings = read_settings(config)
-        preflight(config.model_config.model, settings.config, config.parallel_config.tensor_parallel_size)
+        preflight(
+            config.model_config.model,
+            settings.config,
+            config.parallel_config.tensor_parallel_size,
+            max_tokens=largest_batch(config),
+        )
     except refusals as refusal:
         if serving:
             # One line and a status, where vLLM would print a traceback of its own start-up.

@@ -17,6 +17,7 @@ from ziggurat.integration.machine import machine_limits
 from ziggurat.integration.observability.endpoint import serve_metrics
 from ziggurat.integration.observability.shared import SharedBuffer
 from ziggurat.integration.packing import ensure_packs, open_pack, pack_paths
+from ziggurat.integration.preflight import kernel_workspace
 from ziggurat.integration.vllm.capture import LogitsCapture
 from ziggurat.integration.vllm.compute import join_logs
 from ziggurat.integration.vllm.errors import SetupError, UnsupportedFeatureError
@@ -156,6 +157,7 @@ class TieredModel:
                 pack_paths(self.checkpoint, config, self.size),
                 tp_size=self.size,
                 rank=self.rank,
+                workspace=kernel_workspace(self.checkpoint, self.size, max(1, self.place.max_tokens)),
             ),
             slot_seed=debug.shuffle_slots,
             replay_enabled=debug.replay,

@@ -14,26 +14,22 @@ from typing import Final, Protocol
 import torch
 
 from ziggurat.kernels.codecs.registry import get_codec
-from ziggurat.kernels.cuda import driver, library
+from ziggurat.kernels.cuda import driver, library, workspace
 from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.cuda.launch import Kernel
 from ziggurat.kernels.cuda.params import LayerParams, Mode
 from ziggurat.kernels.geometry import ExpertGeometry
 
-#: Pairs of a call up to which one small block makes the list of work.
-SMALL_ROUTE_PAIRS: Final = 256
 #: Pairs that an expert gets on average up to which the decode GEMMs run: they take 8 pairs at a time, and every 8 more
 #: read the expert's row once more.
 DECODE_PAIRS_PER_EXPERT: Final = 8
-#: Workspace for contributions that a layer aims at; batches beyond are computed in parts.
-PARTIAL_BYTES: Final = 256 << 20
 
 _DECODE_THREADS: Final = 128
-_DECODE_PAIRS: Final = 8
 _PREFILL_THREADS: Final = 256
 _PREFILL_PAIRS: Final = 64
 _COMBINE_THREADS: Final = 128
 _ROUTE_WARPS: Final = 32
+_OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _IO: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
 # Bytes of a decode warp's ring of two stages: Ring::BYTES in src/decode.cuh.
 _RING: Final = {"w2": 2 * 8 * (512 + 64), "fp4": 2 * 4 * (1024 + 64), "bf16": 0}
@@ -74,8 +70,8 @@ class CudaLayerKernels:
     """LayerKernels on one CUDA device, for one codec and one shape of experts.
 
     codec: w2, fp4 or bf16. dtype: of activations, bfloat16 or float16 (bf16 rows: bfloat16 only). clamp: limit of the
-    clamped SwiGLU. max_tokens: the largest batch; larger workspaces than `PARTIAL_BYTES` are avoided by computing
-    batches in parts of `part_tokens`. mx: MXFP8 activations and block-scaled matrix instructions; None: where the
+    clamped SwiGLU. max_tokens: the largest batch; those that a workspace of moderate size does not hold are computed
+    in parts of `part_tokens`. mx: MXFP8 activations and block-scaled matrix instructions; None: where the
     device has them (sm_120) and the codec has block scales.
 
     Raises LayerError for a shape or dtype the kernels cannot compute, UnsupportedGpuError where there is no image.
@@ -114,9 +110,8 @@ class CudaLayerKernels:
         self.max_tokens = max_tokens
         index = self.device.index
         self.mx = (driver.capability(index)[0] == 12 and codec != "bf16") if mx is None else mx
-        per_token = top_k * geometry.hidden * 4
-        self.part_tokens = max(1, min(max_tokens, max(256, PARTIAL_BYTES // per_token // 256 * 256)))
-        self._small_tokens = SMALL_ROUTE_PAIRS // top_k
+        self.part_tokens = workspace.part_tokens(geometry, top_k, max_tokens, workspace.PARTIAL_BYTES)
+        self._small_tokens = workspace.SMALL_ROUTE_PAIRS // top_k
         self._decode_tokens = max(1, DECODE_PAIRS_PER_EXPERT * experts // top_k)
         self._load(codec, index, source or _Images())
         self._params = self._workspace(codec)
@@ -141,7 +136,7 @@ class CudaLayerKernels:
 
         ring = decode_shared(codec)
         tiles = 2 if codec == "bf16" else 4  # of a unit of work
-        self._decode = gemms("decode", _DECODE_THREADS, ring, _DECODE_PAIRS, 8 * tiles, 16 * tiles)
+        self._decode = gemms("decode", _DECODE_THREADS, ring, workspace.DECODE_PAIRS, 8 * tiles, 16 * tiles)
         self._prefill = gemms("prefill", _PREFILL_THREADS, 0, _PREFILL_PAIRS, 128, 256)
         self._small_route = source.kernel(f"route_small_{route}", index)
         self._large_route = source.kernel(f"route_large_{route}", index)
@@ -150,25 +145,13 @@ class CudaLayerKernels:
         self._combine = source.kernel(f"combine_{io}", index)
 
     def _workspace(self, codec: str) -> LayerParams:
-        g, device = self.geometry, self.device
-        pairs = self.part_tokens * self.top_k
-        entries = max(SMALL_ROUTE_PAIRS, self.experts + pairs // _DECODE_PAIRS + 1)
-        hidden = g.intermediate
-
-        def make(count: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(max(1, count), dtype=dtype, device=device)
-
+        g = self.geometry
+        items = workspace.workspace_items(g, self.experts, self.top_k, self.part_tokens)
         self._memory = {
-            "activations": make(self.part_tokens * g.hidden, torch.int16),
-            "activation_scale": make(self.part_tokens * -(-g.hidden // 128), torch.int32),
-            "entries": make(entries * 4, torch.int32),
-            "entry_count": torch.zeros(1, dtype=torch.int32, device=device),
-            "pairs": make(2 * max(pairs, SMALL_ROUTE_PAIRS * _DECODE_PAIRS), torch.int32),
-            "done": make(pairs, torch.uint8),
-            "hidden": make(pairs * hidden, torch.int16),
-            "hidden_amax": make(pairs, torch.int32),
-            "partial": make(pairs * g.hidden, torch.float32),
+            name: torch.empty(count, dtype=_OF_SIZE[size], device=self.device)
+            for name, (count, size) in items.items()
         }
+        self._memory["entry_count"].zero_()
         params = LayerParams()
         for name, tensor in self._memory.items():
             setattr(params, name, tensor.data_ptr())

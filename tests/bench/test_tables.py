@@ -222,14 +222,65 @@ TRANSFERS: dict[str, Any] = {
 }
 
 
+GATE: dict[str, Any] = {
+    "parts": [
+        {
+            "part": "full",
+            "runs": [
+                {
+                    "case": "25 %",
+                    "steps": 12,
+                    "passes": 20,
+                    "missed": 300,
+                    "outcomes": {"clean": 4, "exact": 8},
+                    "problems": problems,
+                }
+                for problems in ([], ["logits differ"])
+            ],
+        }
+    ],
+    **GPU_ORIGIN,
+}
+PROFILE: dict[str, Any] = {
+    "kernel": {
+        "name": "gate_up",
+        "tokens": 8,
+        "state": "as it is",
+        "microseconds": 95.49,
+        "dram_read_mb": 203.02,
+        "instructions_per_scheduler": 1000,
+        "issue_slots_busy": 0.66,
+        "alu_pipe": 0.5,
+        "fma_heavy_pipe": 0.4,
+        "tensor_pipe_active": 0.2,
+        "warps_per_scheduler": 3.7,
+        "eligible_warps_per_scheduler": 1.5,
+        "stall_cycles_per_instruction": {"not_selected": 1.23},
+    },
+    "trials": [{"change": "more warps", "tokens_1": 30.0, "tokens_8": 150.0}],
+    **GPU_ORIGIN,
+}
+
+
 def test_gpu_tables(tmp_path: Path) -> None:
     (tmp_path / "h200").mkdir()
-    contents = {"kernels": KERNELS, "transfers": TRANSFERS, "harness": HARNESS, "serve": SERVE}
+    contents = {
+        "kernels": KERNELS,
+        "transfers": TRANSFERS,
+        "harness": HARNESS,
+        "serve": SERVE,
+        "gate": GATE,
+        "profile": PROFILE,
+    }
     for name, content in contents.items():
         (tmp_path / "h200" / f"{name}.json").write_text(json.dumps(content))
     rendered = tables.render("".join(marked(f"h200/{name}") for name in contents), tmp_path)
     assert set(contents) == set(tables.GPU_RENDERERS)
     assert "| 64 x 64 KiB | 30.9 (0.56) | 46.4 (0.84) | 0.90 | 0.90 |" in rendered
+    assert "| full: 25 % | 24 | 40 | 600 | 8 clean, 16 exact | no |" in rendered
+    assert "| `gate_up`, 8 tokens, as it is |  |" in rendered
+    assert "| cycles an instruction: not selected | 1.23 |" in rendered
+    assert "| more warps | 30.0 us | 150.0 us |" in rendered
     assert "| layer | ziggurat w2 | vLLM Marlin MXFP4 |" in rendered
     assert "| ds4, 1 token | 17.3 (0.60) | 90.0 (0.20) |" in rendered
     assert "| ds4, 8192 tokens | 2346 (0.50) |  |" in rendered

@@ -11,7 +11,7 @@ import torch
 from support import layers
 from support.layer_kernels import TYPES, Subject, subject
 from support.layers import Batch, Layer, same_bits
-from ziggurat.kernels.cuda import layer as cuda_layer
+from ziggurat.kernels.cuda import workspace
 from ziggurat.kernels.cuda.layer import CudaLayerKernels
 from ziggurat.kernels.geometry import ExpertGeometry
 
@@ -129,7 +129,7 @@ def test_a_batch_larger_than_the_workspace_is_computed_in_parts(
 ) -> None:
     layer = layers.random_layer(codec, *SHAPES["demo"])
     whole = subject("cuda", layer, torch.bfloat16, 1000)
-    monkeypatch.setattr(cuda_layer, "PARTIAL_BYTES", 1)
+    monkeypatch.setattr(workspace, "PARTIAL_BYTES", 1)
     parts = subject("cuda", layer, torch.bfloat16, 1000)
     assert kernels_of(parts).part_tokens < 500 <= kernels_of(whole).part_tokens
     batch = layers.random_batch(layer, 1000, torch.bfloat16)
