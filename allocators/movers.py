@@ -9,11 +9,22 @@ import numpy as np
 
 from ziggurat.allocators.cuda_driver import CudaDriver, cuda_driver
 
-__all__ = ["GATHER_BELOW", "BatchedCopies", "RowMover", "ShiftedSource", "SingleCopies"]
+__all__ = [
+    "FEW_ROWS",
+    "GATHER_BELOW",
+    "BatchedCopies",
+    "FewOrMany",
+    "RowMover",
+    "ShiftedSource",
+    "SingleCopies",
+]
 
 # Rows of fewer bytes travel faster by a kernel that loads them over the link, others by the copy engine in one batch.
 # `crossover.gather_below_bytes` in bench/results/h200/transfers.json (bench/transfers.py) is the measurement.
 GATHER_BELOW = 1 << 20
+# Up to so many large rows arrive sooner by a call each than by one for all, whose own preparation takes longer; the
+# same file has both for 1 to 64 rows.
+FEW_ROWS = 16
 
 
 class RowMover(Protocol):
@@ -46,10 +57,11 @@ class BatchedCopies:
     Neighbouring rows stay copies of their own: a copy that goes from one registration of host memory to the next is
     refused by the driver, and an arena is registered in chunks.
 
-    overlap: prefer copy engines to multiprocessors, since kernels run meanwhile.
+    overlap: prefer an engine that leaves multiprocessors to kernels. Where a step waits for its rows none run
+    meanwhile, and the hint alone makes a batch start later.
     """
 
-    def __init__(self, driver: CudaDriver | None = None, *, overlap: bool = True) -> None:
+    def __init__(self, driver: CudaDriver | None = None, *, overlap: bool = False) -> None:
         self._driver = cuda_driver() if driver is None else driver
         self._overlap = overlap
 
@@ -59,6 +71,17 @@ class BatchedCopies:
         to, start, size = (np.array(one, dtype=np.uint64) for one in (dst, src, nbytes))
         order = np.argsort(to)
         self._driver.copy_batch(to[order], start[order], size[order], stream, overlap=self._overlap)
+
+
+class FewOrMany:
+    """`few` for batches of up to FEW_ROWS rows, `many` for larger ones."""
+
+    def __init__(self, few: RowMover, many: RowMover) -> None:
+        self._few, self._many = few, many
+
+    def move(self, dst: Sequence[int], src: Sequence[int], nbytes: Sequence[int], stream: int) -> None:
+        mover = self._few if len(dst) <= FEW_ROWS else self._many
+        mover.move(dst, src, nbytes, stream)
 
 
 class ShiftedSource:

@@ -102,7 +102,7 @@ class CudaLink:
         self._stream = torch.cuda.ExternalStream(self._lane.handle, device=device)
         self._movers: dict[str, RowMover] = {
             SINGLE: SingleCopies(),
-            BATCHED: BatchedCopies(),
+            BATCHED: BatchedCopies(overlap=True),
             "batched_no_overlap": BatchedCopies(overlap=False),
         }
         gather = _gather(tell)

@@ -76,10 +76,11 @@ def open_pool(place: Placement, slots: int, stride: int) -> RowPool:
 
         return CpuPool(slots, stride)
     from ziggurat.allocators.cuda_pool import CudaPool
-    from ziggurat.allocators.movers import GATHER_BELOW, BatchedCopies, RowMover
+    from ziggurat.allocators.movers import GATHER_BELOW, BatchedCopies, FewOrMany, RowMover, SingleCopies
     from ziggurat.kernels.cuda.gather import GatherKernel
 
-    mover: RowMover = BatchedCopies() if stride >= GATHER_BELOW else GatherKernel(place.device.index)
+    copies = FewOrMany(SingleCopies(), BatchedCopies())
+    mover: RowMover = copies if stride >= GATHER_BELOW else GatherKernel(place.device.index)
     return CudaPool(slots, stride, place.device, mover=mover)
 
 

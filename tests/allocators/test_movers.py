@@ -10,12 +10,20 @@ import pytest
 from support.cuda_fakes import fake_driver
 from ziggurat.allocators.cuda_driver import CudaDriver
 from ziggurat.allocators.errors import CudaError
-from ziggurat.allocators.movers import BatchedCopies, RowMover, ShiftedSource, SingleCopies
+from ziggurat.allocators.movers import (
+    FEW_ROWS,
+    BatchedCopies,
+    FewOrMany,
+    RowMover,
+    ShiftedSource,
+    SingleCopies,
+)
 
 MOVERS = [
     pytest.param(SingleCopies, id="single"),
     pytest.param(BatchedCopies, id="batched"),
-    pytest.param(lambda driver: BatchedCopies(driver, overlap=False), id="batched-plain"),
+    pytest.param(lambda driver: BatchedCopies(driver, overlap=True), id="batched-overlap"),
+    pytest.param(lambda driver: FewOrMany(SingleCopies(driver), BatchedCopies(driver)), id="few-or-many"),
 ]
 
 
@@ -51,6 +59,17 @@ def test_one_call_for_all_rows_and_a_copy_for_each() -> None:
     assert library.calls.count("cuMemcpyBatchAsync") == 1
     sources = [base + 4096, base + 4160, base + 8192]
     assert library.batches[0] == ([base, base + 64, base + 256], sources, [64] * 3, 5)
+
+
+@pytest.mark.parametrize(("rows", "call"), [(1, False), (FEW_ROWS, False), (FEW_ROWS + 1, True)])
+def test_few_rows_get_a_call_each_and_many_one_for_all(rows: int, call: bool) -> None:
+    driver, library = fake_driver()
+    memory = np.zeros(1 << 16, dtype=np.uint8)
+    base = memory.ctypes.data
+    to, source = ([base + start + 64 * row for row in range(rows)] for start in (0, 4096))
+    FewOrMany(SingleCopies(driver), BatchedCopies(driver)).move(to, source, [64] * rows, 5)
+    assert library.calls.count("cuMemcpyBatchAsync") == int(call)
+    assert library.calls.count("cuMemcpyHtoDAsync") == (0 if call else rows)
 
 
 def test_what_the_driver_refuses_is_an_error() -> None:
