@@ -8,7 +8,10 @@ parts=("$@")
 for part in "${parts[@]}"; do
     case $part in
         pytest)
-            step pytest 300 python3 -m pytest -q -m "gpu and not vllm" -p no:cacheprovider --timeout 120 tests
+            # Hundreds of tests, half of whose time is a processor's: several at once where pytest-xdist is installed.
+            workers=()
+            ! python3 -c 'import xdist' 2>/dev/null || workers=(-n 6 --dist worksteal)
+            step pytest 570 python3 -m pytest -q -m "gpu and not vllm" -p no:cacheprovider --timeout 120 "${workers[@]}" tests
             ;;
         memcheck | racecheck | synccheck | initcheck)
             # Without torch's cache every tensor is an allocation of its own, so that an access past its end shows.
