@@ -9,13 +9,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
-import torch
-
 from ziggurat.allocators import numa
-from ziggurat.allocators.errors import PageLockError, PlaceError
+from ziggurat.allocators.errors import PageLockError
 from ziggurat.allocators.lockers import CudaLocker, LockRefusedError, PageLocker
 from ziggurat.allocators.pages import PageRows, check_geometry
 from ziggurat.allocators.populate import populate
+from ziggurat.allocators.row_places import RowPlaces
 
 __all__ = ["PinnedArena", "Progress"]
 
@@ -31,7 +30,7 @@ _CHUNK = (
 _THREADS = 16
 
 
-class PinnedArena:
+class PinnedArena(RowPlaces):
     """A HostArena whose pages are bound to a NUMA node, all in memory, locked, and mapped for devices.
 
     Made in one go, which takes a while for many GiB: bind the range to `node` before any page exists; then several
@@ -62,7 +61,7 @@ class PinnedArena:
     ) -> None:
         check_geometry(_WHAT, places, stride)
         locker = CudaLocker() if locker is None else locker
-        self._rows = PageRows(_WHAT, places, stride, huge=True)
+        super().__init__(PageRows(_WHAT, places, stride, huge=True))
         self.device_pointer: int | None = None
         self._locked: list[tuple[int, int]] = []
         # Memory that is unmapped while it is registered would stay locked; at exit the driver cleans up by itself.
@@ -143,31 +142,10 @@ class PinnedArena:
         self._locked.append((address, self.nbytes))
         return pointer
 
-    @property
-    def places(self) -> int:
-        return self._rows.rows
-
-    @property
-    def stride(self) -> int:
-        return self._rows.stride
-
-    @property
-    def nbytes(self) -> int:
-        return self._rows.nbytes
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        return self._rows.tensor
-
-    def view(self, place: int) -> memoryview:
-        if not 0 <= place < self.places:
-            raise PlaceError(f"place {place} is not in an arena of {self.places}")
-        return self._rows.view(place)
-
     def close(self) -> None:
         self._unlock()
         self.device_pointer = None
-        self._rows.close()
+        super().close()
 
 
 def _device_pointer(views: Sequence[tuple[int, int | None]]) -> int | None:
