@@ -14,6 +14,8 @@ from typer.testing import CliRunner, Result
 
 from ziggurat.integration.cli import plan
 from ziggurat.integration.packing import pack_paths, wanted_headers
+from ziggurat.kernels.cuda.workspace import workspace_bytes
+from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.budget import MachineLimits
 from ziggurat.residency.config import TiersConfig, load_config
 from ziggurat.residency.errors import BudgetError, ConfigError
@@ -173,6 +175,23 @@ def test_a_graphs_batch_raises_the_floor_of_a_gpus_pool_only(
     refused = run(DEMO, "-c", path, "--graph-tokens", 4)
     assert refused.exit_code == 1
     assert "pool floor: needs 16 rows" in str(refused.exception)
+
+
+def test_the_kernels_memory_of_a_gpu_counts_and_depends_on_the_largest_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpus(monkeypatch)
+
+    def device_memory(*more: object) -> int:
+        values = json.loads(run(DEMO, "-c", write_config(folder), "--json", *more).stdout)
+        (check,) = [one for one in values["checks"] if one["name"] == "device memory"]
+        pool = values["ranks"][0]["pool_bytes"]
+        return int(check["needed"]) - int(pool)
+
+    sizes = {tokens: workspace_bytes(ExpertGeometry(256, 128), 32, 4, tokens) for tokens in (64, 8192)}
+    assert 0 < sizes[64] < sizes[8192]
+    assert device_memory("--max-tokens", 64) == sizes[64]
+    assert device_memory() == sizes[8192]
 
 
 def test_a_list_of_pool_sizes_is_one_per_rank(folder: Path) -> None:
