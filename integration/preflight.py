@@ -7,7 +7,8 @@ from pathlib import Path
 from ziggurat.allocators.errors import AllocatorError
 from ziggurat.integration.machine import machine_limits
 from ziggurat.integration.packing import check_existing_packs, encoder_for, pack_paths
-from ziggurat.kernels.cuda.workspace import workspace_bytes
+from ziggurat.kernels.cuda.errors import LayerError
+from ziggurat.kernels.cuda.workspace import check_shape, workspace_bytes
 from ziggurat.kernels.errors import CodecError
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.budget import ModelFacts, Plan, plan
@@ -19,7 +20,7 @@ from ziggurat.stores.errors import StoreError
 #: Tokens of a batch where nobody says how many there may be: vLLM's usual --max-num-batched-tokens.
 DEFAULT_MAX_TOKENS = 8192
 
-REFUSALS: tuple[type[Exception], ...] = (AllocatorError, CodecError, ResidencyError, StoreError)
+REFUSALS: tuple[type[Exception], ...] = (AllocatorError, CodecError, LayerError, ResidencyError, StoreError)
 
 
 def model_facts(checkpoint: Checkpoint) -> ModelFacts:
@@ -50,6 +51,8 @@ def plan_for(
     paths = pack_paths(checkpoint, config, tp_size)
     workspace = kernel_workspace(checkpoint, tp_size, max_tokens)
     machine = machine_limits(config, paths, tp_size=tp_size, workspace=workspace)
+    if machine.device != "cpu":
+        check_shape(_rank_geometry(checkpoint, tp_size), checkpoint.experts, checkpoint.top_k)
     return plan(
         config,
         model_facts(checkpoint),
@@ -62,8 +65,13 @@ def plan_for(
 
 def kernel_workspace(checkpoint: Checkpoint, tp_size: int, max_tokens: int) -> int:
     """Bytes that the kernels of each GPU take beside the pool for batches of up to `max_tokens` tokens."""
-    geometry = ExpertGeometry(checkpoint.hidden, checkpoint.intermediate // tp_size)
-    return workspace_bytes(geometry, checkpoint.experts, checkpoint.top_k, max_tokens)
+    return workspace_bytes(
+        _rank_geometry(checkpoint, tp_size), checkpoint.experts, checkpoint.top_k, max_tokens
+    )
+
+
+def _rank_geometry(checkpoint: Checkpoint, tp_size: int) -> ExpertGeometry:
+    return ExpertGeometry(checkpoint.hidden, checkpoint.intermediate // tp_size)
 
 
 def preflight(

@@ -13,7 +13,6 @@ from typing import Final, Protocol
 
 import torch
 
-from ziggurat.kernels.codecs.layout import TILE_K
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.cuda import driver, library, workspace
 from ziggurat.kernels.cuda.errors import LayerError
@@ -97,16 +96,7 @@ class CudaLayerKernels:
             raise LayerError(
                 f"{codec} experts need {wanted} activations on a GPU, not {dtype}: set --dtype accordingly"
             )
-        for label, size in (("hidden", geometry.hidden), ("intermediate", geometry.intermediate)):
-            if size % TILE_K:
-                raise LayerError(
-                    f"the {label} size of each rank must be a multiple of {TILE_K} on a GPU, not {size}: "
-                    "choose another tensor parallel size, or set tiers.device.device to cpu"
-                )
-        if not 1 <= experts <= 1024 or not 1 <= top_k <= experts:
-            raise LayerError(
-                f"{experts} experts with top-{top_k}: at most 1024 experts, of which a token uses 1 or more"
-            )
+        workspace.check_shape(geometry, experts, top_k)
         self.geometry = geometry
         self.experts = experts
         self.top_k = top_k

@@ -1,9 +1,11 @@
-"""What the kernels of a layer keep between them: numbers that a plan can say before a GPU is touched."""
+"""What the kernels of a layer can compute and what they keep between them: known before a GPU is touched."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from ziggurat.kernels.codecs.layout import TILE_K
+from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.geometry import ExpertGeometry
 
 #: Contributions that a workspace aims to hold; larger batches are computed in parts.
@@ -14,6 +16,23 @@ SMALL_ROUTE_PAIRS: Final = 256
 DECODE_PAIRS: Final = 8
 #: Tokens that a part has at least, if the largest batch has as many.
 LEAST_PART: Final = 256
+
+#: Experts of a layer that the kernel which sorts pairs has shared memory for.
+MOST_EXPERTS: Final = 1024
+
+
+def check_shape(geometry: ExpertGeometry, experts: int, top_k: int) -> None:
+    """Raises LayerError for sizes that the kernels would cut short. `geometry` is one rank's."""
+    for label, size in (("hidden", geometry.hidden), ("intermediate", geometry.intermediate)):
+        if size % TILE_K:
+            raise LayerError(
+                f"the {label} size of each rank must be a multiple of {TILE_K} on a GPU, not {size}: "
+                "choose another tensor parallel size, or set tiers.device.device to cpu"
+            )
+    if not 1 <= experts <= MOST_EXPERTS or not 1 <= top_k <= experts:
+        raise LayerError(
+            f"{experts} experts with top-{top_k}: at most {MOST_EXPERTS} experts, of which a token uses 1 or more"
+        )
 
 
 def part_tokens(

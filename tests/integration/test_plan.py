@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from ziggurat.integration.cli import plan
 from ziggurat.integration.packing import pack_paths, wanted_headers
+from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.cuda.workspace import workspace_bytes
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.budget import MachineLimits
@@ -192,6 +193,19 @@ def test_the_kernels_memory_of_a_gpu_counts_and_depends_on_the_largest_batch(
     assert 0 < sizes[64] < sizes[8192]
     assert device_memory("--max-tokens", 64) == sizes[64]
     assert device_memory() == sizes[8192]
+
+
+def test_sizes_that_no_kernel_of_a_gpu_can_compute_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_config(folder, codecs={"base": "bf16"})
+    assert run(DEMO, "-c", path, "--tp", 8).exit_code == 0  # 16 of 128 channels: fine for a CPU
+    on_gpus(monkeypatch)
+    refused = run(DEMO, "-c", path, "--tp", 8)
+    assert isinstance(refused.exception, LayerError)
+    assert "intermediate size of each rank must be a multiple of 32 on a GPU, not 16" in str(
+        refused.exception
+    )
 
 
 def test_a_list_of_pool_sizes_is_one_per_rank(folder: Path) -> None:
