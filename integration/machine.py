@@ -11,6 +11,7 @@ from ziggurat.allocators.limits import HostLimits
 from ziggurat.allocators.memlock_trial import registration_counts
 from ziggurat.allocators.topology import Gpu, GpuSurvey, choose_node, gpus, numa_nodes, visible_gpus
 from ziggurat.integration.device import resolve_device
+from ziggurat.kernels.cuda.units import MINIMUM_DRIVER, OLDEST_CAPABILITY
 from ziggurat.residency.budget import MachineLimits
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.errors import ConfigError
@@ -78,6 +79,9 @@ class _Cuda:
         first = int(device.removeprefix("cuda:"))
         self.device = device if rank is None else f"cuda:{first + rank}"
         used = [_at(visible_gpus(survey), first + one) for one in range(tp_size)]
+        for gpu in used:
+            if gpu is not None:
+                _check_kernels(gpu, survey.driver)
         self.free = self._free(survey, used if rank is None else [used[rank]])
         self.nodes = self._nodes(config, used)
         self.node_available = _node_available()
@@ -112,6 +116,22 @@ class _Cuda:
             f"the locked-memory limit of {format_bytes(host.memlock)} is taken to count memory registered with CUDA"
         )
         return host.memlock
+
+
+def _check_kernels(gpu: Gpu, driver: str | None) -> None:
+    """ConfigError for a GPU or a driver that no kernel of ours runs on."""
+    major, minor = gpu.compute_capability
+    if (major, minor) < OLDEST_CAPABILITY:
+        raise ConfigError(
+            f"tiers.device.device: GPU {gpu.index}, {gpu.name} (sm_{major}{minor}), is older than the kernels, which "
+            f"need sm_{OLDEST_CAPABILITY[0]}{OLDEST_CAPABILITY[1]} or newer; set it to cpu or to another GPU"
+        )
+    branch = (driver or "").partition(".")[0]
+    if branch.isdecimal() and int(branch) < int(MINIMUM_DRIVER):
+        raise ConfigError(
+            f"tiers.device.device: driver {driver} cannot load the kernels, which need {MINIMUM_DRIVER} or newer; "
+            "update the driver or set tiers.device.device to cpu"
+        )
 
 
 def _at(found: tuple[Gpu, ...], index: int) -> Gpu | None:

@@ -26,6 +26,7 @@ from ziggurat.integration.cli.options import ConfigOption
 from ziggurat.integration.device import resolve_device
 from ziggurat.integration.vllm.compat import check_version, vllm_version
 from ziggurat.integration.vllm.errors import UnsupportedVllmError
+from ziggurat.kernels.cuda.units import MINIMUM_DRIVER, OLDEST_CAPABILITY
 from ziggurat.residency.config import CONFIG_VARIABLE, TiersConfig, find_config, load_config
 from ziggurat.residency.errors import ConfigError
 from ziggurat.residency.sizes import format_bytes
@@ -36,8 +37,6 @@ Status = Literal["ok", "note", "fail"]
 _STYLES: dict[Status, str] = {"ok": "green", "note": "yellow", "fail": "bold red"}
 _NETWORK_FILESYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre"})
 _LITTLE_MEMORY = 2 << 30
-_OLDEST_CAPABILITY = (8, 0)  # of the kernels' images
-_OLDEST_DRIVER = 580  # the first of CUDA 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,7 @@ def _gpus(survey: GpuSurvey) -> Iterator[Finding]:
             f"{gpu.name} (sm {capability}), {format_bytes(gpu.memory_free)} of {format_bytes(gpu.memory_total)} free"
             f"{node}, driver {survey.driver}"
         )
-        if gpu.compute_capability < _OLDEST_CAPABILITY:
+        if gpu.compute_capability < OLDEST_CAPABILITY:
             advice = "kernels exist for sm 8.0 and newer: use another GPU or tiers.device.device: cpu"
             yield Finding(f"GPU {gpu.index}", "note", value, advice)
         else:
@@ -167,8 +166,8 @@ def _gpus(survey: GpuSurvey) -> Iterator[Finding]:
 
 def _driver(survey: GpuSurvey) -> Finding:
     number = (survey.driver or "").partition(".")[0]
-    if number.isdecimal() and int(number) < _OLDEST_DRIVER:
-        advice = f"kernels and copies need CUDA 13: install driver {_OLDEST_DRIVER} or newer"
+    if number.isdecimal() and int(number) < int(MINIMUM_DRIVER):
+        advice = f"kernels and copies need CUDA 13: install driver {MINIMUM_DRIVER} or newer"
         return Finding("GPU driver", "note", str(survey.driver), advice)
     return Finding("GPU driver", "ok", str(survey.driver))
 

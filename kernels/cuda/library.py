@@ -22,7 +22,15 @@ from ziggurat.kernels.cuda.errors import (
     UnsupportedGpuError,
 )
 from ziggurat.kernels.cuda.launch import Kernel
-from ziggurat.kernels.cuda.units import IMAGES, MINIMUM_DRIVER, SOURCES, Unit, target_for, unit
+from ziggurat.kernels.cuda.units import (
+    IMAGES,
+    MINIMUM_DRIVER,
+    OLDEST_CAPABILITY,
+    SOURCES,
+    Unit,
+    target_for,
+    unit,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +136,7 @@ class Images:
         """For a GPU newer than the images: compile the same source for it, if NVRTC is there and knows it."""
         capability = driver.capability(device)
         refusal = _refusal(device, f"kernel {kernel}", targets)
-        if capability < (8, 0):
+        if capability < OLDEST_CAPABILITY:
             raise UnsupportedGpuError(refusal)
         target = f"sm_{capability[0]}{capability[1]}"
         try:

@@ -25,6 +25,9 @@ SHARED_LIMITS = {
     "sm_120f": 99 << 10,
 }
 
+# Older GPUs lack bfloat16 matrix instructions and asynchronous copies.
+OLDEST_CAPABILITY = (8, 0)
+
 # CUDA 13 images need this driver (its CUDA version, and the branch of the driver that users know).
 MINIMUM_CUDA = 13000
 MINIMUM_DRIVER = "580"

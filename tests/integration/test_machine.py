@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,26 @@ def test_the_fullest_device_and_the_node_of_each(tmp_path: Path) -> None:
     assert (other.device, other.device_free) == ("cuda:1", 50 * GIB)
     alone = machine_limits(config(tmp_path, device="cuda:1"), [])
     assert (alone.device, alone.device_free, alone.nodes) == ("cuda:1", 50 * GIB, (0,))
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("capability", "driver", "message"),
+    [
+        ((7, 5), "580.1", r"GPU 0, NVIDIA H200 \(sm_75\), is older than the kernels, which need sm_80"),
+        ((9, 0), "570.211.01", r"driver 570.211.01 cannot load the kernels, which need 580 or newer"),
+    ],
+)
+def test_a_gpu_or_driver_that_no_kernel_runs_on_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], driver: str, message: str
+) -> None:
+    old = dataclasses.replace(gpu(0, 1, GIB), compute_capability=capability)
+    monkeypatch.setattr(machine, "gpus", lambda: GpuSurvey((old, gpu(1, 0, GIB)), driver, None))
+    with pytest.raises(ConfigError, match=message):
+        machine_limits(config(tmp_path), [])
+    if capability < (8, 0):
+        assert machine_limits(config(tmp_path, device="cuda:1"), []).device == "cuda:1"
+    assert machine_limits(config(tmp_path, device="cpu"), []).device == "cpu"
 
 
 @pytest.mark.usefixtures("two_gpus")
