@@ -9,33 +9,12 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from support.weights import Expert, Weight
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.geometry import ExpertGeometry
 
 #: Rows start on pages, in packs and in pools.
 ALIGNMENT = 4096
-
-
-@dataclass(frozen=True)
-class Weight:
-    """Satisfies kernels' SourceWeight."""
-
-    name: str
-    format: str
-    shape: tuple[int, int]
-    data: torch.Tensor
-    scale: torch.Tensor | None = None
-    scale_2: torch.Tensor | None = None
-    block: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True)
-class Expert:
-    """Satisfies kernels' ExpertSource."""
-
-    w1: Weight
-    w3: Weight
-    w2: Weight
 
 
 @dataclass(eq=False)

@@ -41,17 +41,35 @@ DEV u32 store_hidden_at(const Params& p, i32 pair, i32 place, float value) {
     return magnitude(Io::low(packed));
 }
 
+// What paths with 16-bit columns share: a lane has eight numbers of a k-tile, 16 bytes, of the token of its column.
+struct Columns16 {
+    struct Activations {
+        u32 b[GROUP_TILES][4];
+    };
+    // Prefill: a token's 128 k of a stage are 16 chunks of eight values, swizzled so that the reads of a quarter warp
+    // meet no bank twice.
+    static constexpr int STAGE_ROW = 256; // bytes
+    typedef uint4 Chunk;
+    DEV i32 chunk_offset(i32 token, i32 chunk) { return token * STAGE_ROW + (chunk ^ ((token & 1) << 2)) * 16; }
+    struct Fragment {
+        u32 b[4];
+    };
+    template <int KB>
+    DEV Fragment fragment(const u8* shared, const u32* scales, i32 token, i32 lane) {
+        Fragment f;
+        *(uint4*)f.b = *(const uint4*)(shared + chunk_offset(token, KB * 4 + (lane & 3)));
+        return f;
+    }
+};
+
 // Codes with block scales, f16 m16n8k16 twice a k-tile. The scale multiplies each k-tile's sum in float32.
 template <class CODEC, class IO>
-struct F16Path {
+struct F16Path : Columns16 {
     typedef CODEC Codec;
     typedef IO Io;
     static constexpr bool NEEDS_AMAX = true;
     static constexpr int BLOCKS = 4; // of a decode kernel on one multiprocessor
 
-    struct Activations {
-        u32 b[GROUP_TILES][4];
-    };
     struct Input { // of gate and up
         const u16* at;
         __device__ __forceinline__ Input(const Params& p, const Entry& entry, i32 lane) {
@@ -129,11 +147,6 @@ struct F16Path {
         return store_hidden_at<Io>(p, pair, f16_place(channel), value);
     }
 
-    // Prefill: a token's 128 k of a stage are 16 chunks of eight values, swizzled so that the reads of a quarter warp
-    // meet no bank twice.
-    static constexpr int STAGE_ROW = 256; // bytes
-    typedef uint4 Chunk;
-    DEV i32 chunk_offset(i32 token, i32 chunk) { return token * STAGE_ROW + (chunk ^ ((token & 1) << 2)) * 16; }
     struct Column { // source of one token's chunks: number of its first one
         u32 at;
         float up;
@@ -160,29 +173,17 @@ struct F16Path {
             f0 = block_scale<KB>(w.s0), f1 = block_scale<KB>(w.s1);
         }
     };
-    struct Fragment {
-        u32 b[4];
-    };
-    template <int KB>
-    DEV Fragment fragment(const u8* shared, const u32* scales, i32 token, i32 lane) {
-        Fragment f;
-        *(uint4*)f.b = *(const uint4*)(shared + chunk_offset(token, KB * 4 + (lane & 3)));
-        return f;
-    }
     template <int KB>
     DEV void multiply(const Tile& t, const Fragment& f, float acc[4]) { scaled(t.a, f.b, t.f0, t.f1, acc); }
 };
 
 // Verbatim bf16 rows and bf16 activations, straight into the accumulators.
-struct Bf16Path {
+struct Bf16Path : Columns16 {
     typedef Verbatim Codec;
     typedef Bf16 Io;
     static constexpr bool NEEDS_AMAX = false;
     static constexpr int BLOCKS = 2;
 
-    struct Activations {
-        u32 b[GROUP_TILES][4];
-    };
     struct Input {
         const u16* at;
         __device__ __forceinline__ Input(const Params& p, const Entry& entry, i32 lane) {
@@ -236,9 +237,6 @@ struct Bf16Path {
         return store_hidden_at<Bf16>(p, pair, channel, value);
     }
 
-    static constexpr int STAGE_ROW = 256;
-    typedef uint4 Chunk;
-    DEV i32 chunk_offset(i32 token, i32 chunk) { return token * STAGE_ROW + (chunk ^ ((token & 1) << 2)) * 16; }
     struct Column {
         u32 at;
     };
@@ -261,15 +259,6 @@ struct Bf16Path {
             Verbatim::bf16(w, KB, a);
         }
     };
-    struct Fragment {
-        u32 b[4];
-    };
-    template <int KB>
-    DEV Fragment fragment(const u8* shared, const u32* scales, i32 token, i32 lane) {
-        Fragment f;
-        *(uint4*)f.b = *(const uint4*)(shared + chunk_offset(token, KB * 4 + (lane & 3)));
-        return f;
-    }
     template <int KB>
     DEV void multiply(const Tile& t, const Fragment& f, float acc[4]) { both(t.a, f.b, acc); }
 };

@@ -11,6 +11,7 @@ import torch
 from support import layers
 from support.layer_kernels import TYPES, Subject, subject
 from support.layers import Batch, Layer, same_bits
+from support.weights import Expert, Weight
 from ziggurat.kernels.cuda import workspace
 from ziggurat.kernels.cuda.layer import CudaLayerKernels
 from ziggurat.kernels.geometry import ExpertGeometry
@@ -90,15 +91,15 @@ def trained_layer(codec: str, number: int) -> Layer:
         begin, end = entry["data_offsets"]
         return torch.frombuffer(data[begin:end], dtype=types[entry["dtype"]]).reshape(entry["shape"])
 
-    def weight(name: str) -> layers.Weight:
+    def weight(name: str) -> Weight:
         values = tensor(f"{name}.weight")
         shape = (values.shape[0], values.shape[1])
         scale = tensor(f"{name}.weight_scale_inv")
-        return layers.Weight(name, "fp8_block", shape, values, scale, block=(128, 128))
+        return Weight(name, "fp8_block", shape, values, scale, block=(128, 128))
 
-    def expert(e: int) -> layers.Expert:
+    def expert(e: int) -> Expert:
         name = f"model.layers.{number}.mlp.experts.{e}"
-        return layers.Expert(*(weight(f"{name}.{part}_proj") for part in ("gate", "up", "down")))
+        return Expert(*(weight(f"{name}.{part}_proj") for part in ("gate", "up", "down")))
 
     hidden, intermediate, experts, top_k = SHAPES["demo"]
     return layers.pack(codec, ExpertGeometry(hidden, intermediate), top_k, map(expert, range(experts)))
