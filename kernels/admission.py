@@ -1,0 +1,110 @@
+"""What a layer needs to make its own experts resident: the tensors, and the rules that kernels and their twin follow.
+
+A layer is *admitted* before its GEMMs, on the device and without the host. In a pass with live tokens, for layer
+number `layer` (key = layer * E + expert; all integer arithmetic, so every implementation gives the same bits):
+
+1. Layer 0 advances the clock: clock += 1.
+2. For every expert that live pairs are routed to, with w = its pairs of tokens that are not prefill: if w > 0,
+   heat[key] = min(decayed(heat[key], clock - last[key]) + w * HEAT_UNIT, HEAT_MOST) and last[key] = clock.
+3. Its experts without a slot, in ascending order. If places[key] < 0 the row is not in the arena: nothing changes, the
+   event (clock, key, -1, -1) is logged, and the layer counts the expert's pairs as missing. Otherwise a victim is
+   looked for among CANDIDATES slots in a row from `hand` on (all of them if the pool has fewer), modulo S:
+     * never a slot whose owner is of this layer and routed to in this call (that includes those just admitted);
+     * a slot without an owner first, then the one whose owner has the least decayed heat;
+     * of equal ones the first from `hand` on.
+   hand = (hand + CANDIDATES) mod S after each look. If a look finds none, the next ones follow, at most
+   ceil(S / CANDIDATES) + 1 in all; if none of these finds one either, the row counts as not in the arena.
+4. table[evicted] = -1, owners[slot] = key, table[key] = slot; (place, slot) goes to the copy list, the event
+   (clock, key, slot, evicted key or -1) to the log. A row is read by GEMMs only after it has been copied.
+
+decayed(h, age): halves every HALF_LIFE steps, in between linearly: with q = age / HALF_LIFE, f = age mod HALF_LIFE and
+v = h >> q (0 if q > 31), it is v - (((v >> 1) * f) / HALF_LIFE).
+
+The log is a ring that only the device writes: event number n is at n mod its length, and `log_head` says how many
+there have been. The host copies it in stream order and never has to be waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+CANDIDATES: Final = 32
+HALF_LIFE: Final = 256  # passes
+HEAT_UNIT: Final = 1 << 12
+HEAT_MOST: Final = (1 << 31) - 1
+ABSENT: Final = -1
+
+# Words of `state`.
+CLOCK: Final = 0
+HAND: Final = 1
+LOG_HEAD: Final = 2
+COPIES: Final = 3  # rows in the copy list of the layer that was admitted last
+STATE_WORDS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The tensors of one pool, all int32 and contiguous on its device unless said otherwise.
+
+    table [L, E]: slot of each expert or -1. owners [S]: key in each slot or -1. heat, last [L * E]: as above.
+    places [L * E]: place of each row in the arena or -1; the host writes it in stream order, between passes.
+    copies [E, 2]: (place, slot) of the layer admitted last. state [STATE_WORDS]. log [N, 4], N at least L * E: events.
+    arena: uint8 [places, stride], the arena as the device sees it (host memory mapped into its address space).
+    pool: uint8 [S, stride].
+    """
+
+    table: torch.Tensor
+    owners: torch.Tensor
+    heat: torch.Tensor
+    last: torch.Tensor
+    places: torch.Tensor
+    copies: torch.Tensor
+    state: torch.Tensor
+    log: torch.Tensor
+    arena: torch.Tensor
+    pool: torch.Tensor
+
+    @property
+    def layers(self) -> int:
+        return self.table.shape[0]
+
+    @property
+    def experts(self) -> int:
+        return self.table.shape[1]
+
+    @property
+    def slots(self) -> int:
+        return self.pool.shape[0]
+
+
+def make_admission(
+    layers: int, experts: int, arena: torch.Tensor, pool: torch.Tensor, *, log_events: int | None = None
+) -> Admission:
+    """An empty state over `pool` (uint8 [S, stride] on its device) and `arena` (uint8 [places, stride])."""
+
+    def words(*shape: int, fill: int = 0) -> torch.Tensor:
+        return torch.full(shape, fill, dtype=torch.int32, device=pool.device)
+
+    keys = layers * experts
+    return Admission(
+        table=words(layers, experts, fill=ABSENT),
+        owners=words(pool.shape[0], fill=ABSENT),
+        heat=words(keys),
+        last=words(keys),
+        places=words(keys, fill=ABSENT),
+        copies=words(experts, 2),
+        state=words(STATE_WORDS),
+        log=words(log_events or keys, 4),
+        arena=arena,
+        pool=pool,
+    )
+
+
+def decayed(heat: int, age: int) -> int:
+    """Heat after `age` passes; the rule above, one number at a time."""
+    q, f = divmod(age, HALF_LIFE)
+    value = heat >> q if q <= 31 else 0
+    return value - (((value >> 1) * f) // HALF_LIFE)
