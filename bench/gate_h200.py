@@ -1,9 +1,10 @@
 """The identity gate on a GPU: pools of any size give the all-resident pool's logits, bit for bit, under CUDA graphs.
 
-    python bench/gate_h200.py [full piecewise eager small serve] [--out FOLDER] [--cpu]
+    python bench/gate_h200.py [full piecewise eager small serve] [--out FOLDER] [--together] [--cpu]
 
 Every part is one engine start (serve: two servers). A part is ended when it takes longer than its limit, and the others
-go on. One engine compares pools of several sizes under the same captured graphs: its pool has a slot for every expert
+go on. --together: several engines share the GPU, which takes less time and, where engines disturbed each other, would
+show it. One engine compares pools of several sizes under the same captured graphs: its pool has a slot for every expert
 and is told how many of them to use. `small` allocates a quarter and compares with what `full` has written. Prints a
 table, writes FOLDER/gate.json; status 0 if everything is as it must be. --cpu: a short run with the CPU as the device.
 """
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", default=list(LIMITS), help=f"of {', '.join(LIMITS)}")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "bench/h200/out")))
     parser.add_argument("--cpu", action="store_true", help="a short run with the CPU as the device")
+    parser.add_argument("--together", action="store_true", help="all parts at once, `small` after `full`")
     parser.add_argument("--commit", default=None, help="what to record where there is no git history")
     options = parser.parse_args()
     unknown = sorted(set(options.parts) - set(LIMITS))
@@ -44,7 +47,15 @@ def main() -> int:
         parser.error(f"no part is called {unknown[0]}; there are {', '.join(LIMITS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ziggurat-gate-") as folder:
-        results = [_part(name, options, Path(folder)) for name in options.parts]
+        # `small` reads what `full` wrote.
+        chains = [[one for one in options.parts if one in ("full", "small")]]
+        chains += [[one] for one in options.parts if one not in ("full", "small")]
+        if not options.together:
+            chains = [list(options.parts)]
+        with ThreadPoolExecutor(len(chains)) as pool:
+            chained = [pool.submit(_chain, names, options, Path(folder)) for names in chains]
+            found = {result["part"]: result for one in chained for result in one.result()}
+        results = [found[name] for name in options.parts]
     _show(results)
     report = {
         "passed": all(r["passed"] for r in results),
@@ -53,6 +64,11 @@ def main() -> int:
     }
     (options.out / "gate.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0 if report["passed"] else 1
+
+
+def _chain(names: list[str], options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
+    """Parts one after the other."""
+    return [_part(name, options, work) for name in names]
 
 
 def _part(name: str, options: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -66,7 +82,7 @@ def _part(name: str, options: argparse.Namespace, work: Path) -> dict[str, Any]:
         job.write_text(json.dumps(jobs(work, cpu=options.cpu)[name].to_json()), encoding="utf-8")
         command = [sys.executable, str(ROOT / "bench" / "gate_engine.py"), str(job)]
     print(f"== {name}", flush=True)
-    status, output = _run(command, log, LIMITS[name] * (4 if options.cpu else 1))
+    status, output = _run(command, log, LIMITS[name] * (4 if options.cpu else 2 if options.together else 1))
     lines = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
     problems = [f"{line['case']}, {line['workload']}: {one}" for line in lines for one in line["problems"]]
     if status != 0:
