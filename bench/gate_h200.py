@@ -12,6 +12,7 @@ table, writes FOLDER/gate.json; status 0 if everything is as it must be. --cpu: 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -28,6 +29,8 @@ sys.path.insert(0, str(ROOT))
 
 from bench.gate_engine import MARK, jobs  # noqa: E402
 from bench.results_io import provenance  # noqa: E402
+
+_running: set[int] = set()  # process groups
 
 LIMITS = {"full": 200.0, "piecewise": 170.0, "eager": 150.0, "small": 120.0, "serve": 260.0}
 
@@ -46,6 +49,8 @@ def main() -> int:
     if unknown:
         parser.error(f"no part is called {unknown[0]}; there are {', '.join(LIMITS)}")
     options.out.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
     with tempfile.TemporaryDirectory(prefix="ziggurat-gate-") as folder:
         # `small` reads what `full` wrote.
         chains = [[one for one in options.parts if one in ("full", "small")]]
@@ -64,6 +69,14 @@ def main() -> int:
     }
     (options.out / "gate.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0 if report["passed"] else 1
+
+
+def _stop(number: int, frame: object) -> None:
+    """Engines are not left behind on the GPU, where they would disturb what is measured next."""
+    for group in list(_running):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    os._exit(128 + number)
 
 
 def _chain(names: list[str], options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
@@ -102,6 +115,7 @@ def _run(command: list[str], log: Path, limit: float) -> tuple[int | None, str]:
         process = subprocess.Popen(
             command, env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+        _running.add(process.pid)
         status: int | None
         try:
             status = process.wait(limit)
@@ -113,6 +127,7 @@ def _run(command: list[str], log: Path, limit: float) -> tuple[int | None, str]:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+    _running.discard(process.pid)
     return status, log.read_text(encoding="utf-8", errors="replace")
 
 
