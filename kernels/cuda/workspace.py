@@ -8,8 +8,9 @@ from ziggurat.kernels.codecs.layout import TILE_K
 from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.geometry import ExpertGeometry
 
-#: Contributions that a workspace aims to hold; larger batches are computed in parts.
-PARTIAL_BYTES: Final = 256 << 20
+#: Contributions that a workspace aims to hold; larger batches are computed in parts, and every part reads (or, where
+#: they are streamed, fetches) all weights once more. It is only as large as the largest batch asks for.
+PARTIAL_BYTES: Final = 1 << 30
 #: Pairs of a call up to which one small block makes the list of work.
 SMALL_ROUTE_PAIRS: Final = 256
 #: Pairs of an entry of the decode GEMMs: columns of a matrix instruction.
