@@ -8,7 +8,8 @@ from typing import Final
 import torch
 
 from ziggurat.kernels.admission import Admission
-from ziggurat.kernels.cuda.errors import LayerError
+from ziggurat.kernels.cuda import driver
+from ziggurat.kernels.cuda.errors import CudaError, LayerError
 from ziggurat.kernels.cuda.launch import Kernel
 
 #: Blocks and threads of `gather_missing`: 32 KiB in flight for each block. PCIe 5 x16 of an H200 wants 512 KiB.
@@ -40,26 +41,27 @@ class AdmissionParams(ctypes.Structure):
 class AdmittedLayers:
     """The kernels' view of each layer of an admission."""
 
-    def __init__(self, admission: Admission, experts: int) -> None:
-        """Raises LayerError for an admission that is not of layers of `experts` experts, or cannot be copied to."""
-        pool, arena = admission.pool, admission.arena
+    def __init__(self, admission: Admission, experts: int, arena: int) -> None:
+        """`arena`: its address on the device, see `mapped_address`.
+
+        Raises LayerError for an admission that is not of layers of `experts` experts, or that rows cannot be copied in.
+        """
+        pool, rows = admission.pool, admission.arena
         if admission.experts != experts:
             raise LayerError(f"an admission of {admission.experts} experts a layer, expected {experts}")
-        if pool.stride() != arena.stride() or pool.stride(1) != 1 or pool.stride(0) % _VECTOR:
+        if pool.stride() != rows.stride() or pool.stride(1) != 1 or pool.stride(0) % _VECTOR:
             raise LayerError(
-                f"arena and pool lie {arena.stride()} and {pool.stride()} bytes apart: rows have to be contiguous, "
-                f"alike and a multiple of {_VECTOR} bytes"
+                f"rows of the arena and slots of the pool lie {rows.stride()} and {pool.stride()} bytes apart: that "
+                f"has to be the same, and a multiple of {_VECTOR}"
             )
-        for name, tensor in (("arena", arena), ("pool", pool)):
-            if tensor.data_ptr() % _VECTOR:
-                raise LayerError(
-                    f"the {name} begins at {tensor.data_ptr():#x}, which is no multiple of {_VECTOR}"
-                )
+        for name, address in (("arena", arena), ("pool", pool.data_ptr())):
+            if address % _VECTOR:
+                raise LayerError(f"the {name} begins at {address:#x}, which is no multiple of {_VECTOR}")
         self.admission = admission
         self._table = admission.table.data_ptr()
         self._pool = pool.data_ptr()
         self._step = experts * 4
-        self._layers = [self._view(admission, layer) for layer in range(admission.layers)]
+        self._layers = [self._view(admission, layer, arena) for layer in range(admission.layers)]
 
     def view(self, layer: int, slots: torch.Tensor, pool: torch.Tensor) -> AdmissionParams:
         """Of layer number `layer`. Raises LayerError if slots and pool are not those of the admission."""
@@ -68,12 +70,11 @@ class AdmittedLayers:
         return self._layers[layer]
 
     @staticmethod
-    def _view(a: Admission, layer: int) -> AdmissionParams:
+    def _view(a: Admission, layer: int, arena: int) -> AdmissionParams:
+        tensors = (a.table, a.owners, a.heat, a.last, a.places, a.copies, a.state, a.log)
         return AdmissionParams(
-            *(
-                t.data_ptr()
-                for t in (a.table, a.owners, a.heat, a.last, a.places, a.copies, a.state, a.log, a.arena)
-            ),
+            *(tensor.data_ptr() for tensor in tensors),
+            arena=arena,
             log_mask=a.log.shape[0] - 1,
             slots=a.slots,
             first_key=layer * a.experts,
@@ -81,9 +82,27 @@ class AdmittedLayers:
         )
 
 
+def mapped_address(memory: torch.Tensor, device: int) -> int:
+    """Where device number `device` finds it: on the device, or on the host in page-locked memory.
+
+    Raises LayerError for host memory that is not mapped for devices.
+    """
+    if memory.is_cuda:
+        return memory.data_ptr()
+    with driver.current(device):
+        try:
+            return int(driver.call(driver.api().cuMemHostGetDevicePointer, memory.data_ptr(), 0))
+        except CudaError as error:
+            raise LayerError(
+                f"the arena is not mapped for devices ({error}): layers are admitted from page-locked memory only"
+            ) from error
+
+
 def blocks_beside(gather: Kernel, gemm: Kernel, threads: int, blocks: int) -> int:
-    """Of `blocks` blocks of `gemm` that fill the device, how many fit beside the gather's: one that does not would
-    start after the gather has ended, and its share of the work with it."""
+    """Of `blocks` blocks of `gemm` that fill the device, how many fit beside the gather's.
+
+    One more would start when the gather has ended, and its share of the work with it.
+    """
     taken = GATHER_THREADS * gather.resources()["registers"]
     of_gemm = threads * gemm.resources()["registers"]
     return max(1, blocks - GATHER_BLOCKS * -(-taken // of_gemm))

@@ -23,6 +23,7 @@ from ziggurat.kernels.cuda.admission import (
     AdmissionParams,
     AdmittedLayers,
     blocks_beside,
+    mapped_address,
 )
 from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.cuda.launch import Kernel
@@ -154,9 +155,9 @@ class CudaLayerKernels:
         self._gather = source.kernel("gather_missing", index)
         decode = self._decode
         self._beside = blocks_beside(self._gather, decode.gate_up, decode.threads, decode.gate_up_blocks)
-        # One token's GEMMs need no list where every block has one unit of work: none that has a row waits for others.
+        # One token's GEMMs need no list where every block has one unit of work: none whose row is there waits.
         units = self.top_k * -(-self.geometry.intermediate // decode.gate_up_rows)
-        self._direct_beside = units <= self._beside
+        self._admits_direct = units <= decode.gate_up_blocks
 
     def _workspace(self, codec: str) -> LayerParams:
         g = self.geometry
@@ -220,7 +221,7 @@ class CudaLayerKernels:
         for first in range(0, tokens, self.part_tokens):
             count = min(self.part_tokens, tokens - first)
             self._point_at(x, topk_weights, topk_ids, first, count)
-            p.direct = tokens == 1 and (admission is None or self._direct_beside)
+            p.direct = tokens == 1 and (admission is None or self._admits_direct)
             p.prefill = None if prefill is None else prefill.data_ptr() + first
             self._route(gemms, count, count)
             if admission is not None:
@@ -237,7 +238,8 @@ class CudaLayerKernels:
                 f"{x.shape[0]} tokens in an admitted layer: the workspace holds {self.part_tokens}"
             )
         if self._admitted is None or self._admitted.admission is not admission:
-            self._admitted = AdmittedLayers(admission, self.experts)
+            arena = mapped_address(admission.arena, self.device.index)
+            self._admitted = AdmittedLayers(admission, self.experts, arena)
         return self._admitted.view(layer, slots, pool)
 
     def begin(self, x: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor) -> None:
@@ -327,7 +329,9 @@ class CudaLayerKernels:
     def _multiply(self, gemms: _Gemms, tokens: int, admitted: bool) -> None:
         g, pairs = self.geometry, tokens * self.top_k
         entries = min(pairs, self.experts + pairs // gemms.entry_pairs)  # at most
-        gate_up_blocks = self._beside if admitted and gemms is self._decode else gemms.gate_up_blocks
+        gate_up_blocks = gemms.gate_up_blocks
+        if admitted and gemms is self._decode and not self._params.direct:
+            gate_up_blocks = self._beside
         for kernel, size, rows, blocks in (
             (gemms.gate_up, g.intermediate, gemms.gate_up_rows, gate_up_blocks),
             (gemms.down, g.hidden, gemms.down_rows, gemms.down_blocks),

@@ -127,7 +127,7 @@ class HostLayer:
         p = self.params
         if admission is not None:
             slots = admission.table[layer]
-            views = AdmittedLayers(admission, self.experts)
+            views = AdmittedLayers(admission, self.experts, admission.arena.data_ptr())
             p.admission = views.view(layer, slots, admission.pool)
             p.pool = admission.pool.data_ptr()
         assert slots is not None

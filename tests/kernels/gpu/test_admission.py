@@ -5,6 +5,8 @@ What every implementation promises of single calls is in tests/kernels/test_admi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,7 +51,7 @@ def test_replays_without_the_host_are_those_of_a_full_pool(
     other experts: a GEMM that reads one too early has other bits."""
     steps = 60
     given = Admitted.make("cuda", codec, dtype, sizes, layers=LAYERS, slots=slots, max_tokens=tokens)
-    assert kernels_of(given)._direct_beside == (sizes is WIDE)
+    assert kernels_of(given)._admits_direct == (sizes is WIDE)
     device = given.device
     calls = random_calls(LAYERS, sizes[2], sizes[3], tokens, steps, seed=slots)
     every_ids = torch.stack([one.ids for one in calls]).view(steps, LAYERS, tokens, sizes[3]).to(device)
@@ -159,5 +161,18 @@ def test_what_cannot_be_admitted_is_refused() -> None:
     kernels.part_tokens = 3
     with pytest.raises(LayerError, match="4 tokens in an admitted layer: the workspace holds 3"):
         given.launch(x, weights, ids, live, None, 0)
+    kernels.part_tokens = 300
+    pageable = replace(given.ours, arena=given.twin.arena)
+    with pytest.raises(LayerError, match="the arena is not mapped for devices"):
+        kernels.run(
+            x,
+            weights,
+            ids,
+            slots=pageable.table[0],
+            pool=pageable.pool,
+            live=live,
+            admission=pageable,
+            layer=0,
+        )
     torch.cuda.synchronize()
     assert (given.ours.table == -1).all()
