@@ -10,6 +10,7 @@ number `layer` (key = layer * E + expert; all integer arithmetic, so every imple
    event (clock, key, -1, -1) is logged, and the layer counts the expert's pairs as missing. Otherwise a victim is
    looked for among CANDIDATES slots in a row from `hand` on (all of them if the pool has fewer), modulo S:
      * never a slot whose owner is of this layer and routed to in this call (that includes those just admitted);
+     * never a slot whose owner is WITHHELD (a pool that is told to use fewer slots than it has);
      * a slot without an owner first, then the one whose owner has the least decayed heat;
      * of equal ones the first from `hand` on.
    hand = (hand + CANDIDATES) mod S after each look. If a look finds none, the next ones follow, at most
@@ -36,6 +37,7 @@ HALF_LIFE: Final = 256  # passes
 HEAT_UNIT: Final = 1 << 12
 HEAT_MOST: Final = (1 << 31) - 1
 ABSENT: Final = -1
+WITHHELD: Final = -2  # the owner of a slot that is never used
 
 # Words of `state`.
 CLOCK: Final = 0
@@ -49,7 +51,7 @@ STATE_WORDS: Final = 8
 class Admission:
     """The tensors of one pool, all int32 and contiguous on its device unless said otherwise.
 
-    table [L, E]: slot of each expert or -1. owners [S]: key in each slot or -1. heat, last [L * E]: as above.
+    table [L, E]: slot of each expert or -1. owners [S]: key in each slot, -1, or -2 (WITHHELD). heat, last [L * E]: as above.
     places [L * E]: place of each row in the arena or -1; the host writes it in stream order, between passes.
     copies [E, 2]: (place, slot) of the layer admitted last. state [STATE_WORDS]. log [N, 4], N at least L * E: events.
     arena: uint8 [places, stride], the arena as the device sees it (host memory mapped into its address space).
