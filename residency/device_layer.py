@@ -32,9 +32,13 @@ from ziggurat.residency.transfers import Download
 
 @dataclass(frozen=True, slots=True)
 class LateCounts:
-    """What steps that could not miss have counted: pairs int [steps, L, E], oldest first."""
+    """What steps that nobody waited for have counted: pairs int [steps, L, E], oldest first.
+
+    missed: int [steps], pairs whose expert the device had to fetch; None: nothing can have missed.
+    """
 
     pairs: npt.NDArray[np.integer]
+    missed: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)

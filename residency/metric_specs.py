@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ziggurat.residency.inline.choice import SERVINGS
 from ziggurat.residency.passes import OUTCOMES
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -65,6 +66,17 @@ METRICS: tuple[MetricSpec, ...] = (
         labels=_SOURCE,
         bounds=_SECONDS,
     ),
+    MetricSpec(
+        "ziggurat_inline_rows_total",
+        "counter",
+        "Rows that a GPU fetched from the arena by itself while a step ran; also counted as moved from arena to pool",
+    ),
+    MetricSpec("ziggurat_inline_bytes_total", "counter", "Their bytes: rows x row stride"),
+    MetricSpec(
+        "ziggurat_arena_misses_total",
+        "counter",
+        "Rows that a GPU wanted to fetch by itself and that were not in the arena",
+    ),
     MetricSpec("ziggurat_evictions_total", "counter", "Rows that had to leave a tier", labels=(_TIER,)),
     MetricSpec("ziggurat_io_errors_total", "counter", "Rows that could not be read from the pack"),
     MetricSpec(
@@ -76,6 +88,12 @@ METRICS: tuple[MetricSpec, ...] = (
         "ziggurat_failed_tokens_total", "counter", "Tokens whose result was invalid for want of an expert"
     ),
     MetricSpec("ziggurat_unarmed_calls_total", "counter", "Layer calls outside a step, answered with zeros"),
+    MetricSpec(
+        "ziggurat_miss_serving",
+        "gauge",
+        "1 for who serves misses: the host layer by layer, the GPU inline, or the host by replaying steps",
+        labels=(("by", SERVINGS),),
+    ),
     MetricSpec("ziggurat_row_stride_bytes", "gauge", "Bytes that one row takes in every tier"),
     MetricSpec("ziggurat_tier_capacity_rows", "gauge", "Rows that a tier has room for", labels=(_TIER,)),
     MetricSpec("ziggurat_tier_used_rows", "gauge", "Rows that a tier holds", labels=(_TIER,)),

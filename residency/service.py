@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +18,7 @@ from ziggurat.allocators.pageable import PageableArena
 from ziggurat.kernels.cpu import moe as cpu_ops
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.account import Account
+from ziggurat.residency.background import BackgroundThread
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, NoConsensus
 from ziggurat.residency.device_layer import DeviceLayers
@@ -27,6 +28,11 @@ from ziggurat.residency.fetch import Entry, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
+from ziggurat.residency.inline.cache import InlineCache
+from ziggurat.residency.inline.choice import MappedArena, choose
+from ziggurat.residency.inline.churn import ArenaChurn
+from ziggurat.residency.inline.layers import InlineLayers
+from ziggurat.residency.inline.parts import Hooks, Inline
 from ziggurat.residency.late_books import LateBooks
 from ziggurat.residency.layer import LayerRunner
 from ziggurat.residency.metrics import TierMetrics
@@ -85,6 +91,8 @@ class ExpertService:
     pass through a few pageable staging places. heat_folder=None: heat is neither read nor saved.
     kernels: runs layers where the pool is; None = the host computes them with `ops`, which needs a pool in host memory.
     max_tokens: rows of the largest batch that `moe` is called with; of interest with kernels only.
+    mapped: the arena as the device of the kernels sees it, so that layers can fetch rows by themselves; staging: the
+    memory through which rows pass that eager passes want then, and get no slot for.
     slot_seed: hand free slots out in a shuffled order (results do not depend on it; determinism tests use it).
     replay_enabled, consensus_enabled: switches of negative controls; False makes results wrong or ranks diverge.
     """
@@ -103,6 +111,8 @@ class ExpertService:
         ops: ExpertOps | None = None,
         kernels: LayerKernels | None = None,
         max_tokens: int = 0,
+        mapped: MappedArena | None = None,
+        staging: RowPool | None = None,
         heat_folder: Path | None = None,
         slot_seed: int | None = None,
         replay_enabled: bool = True,
@@ -126,37 +136,66 @@ class ExpertService:
         self._in_step = False
         self._closed = False
         self._late_epoch: int | None = None  # of the step before, if its copies were not known to be complete
+        self._staging = staging
         self._steps = 0
         self._logged: set[str] = set()
         self._preheater: Preheater | None = None
 
         table = SlotTable(geometry.layers, geometry.experts, pool.slots, codec.name)
         self.slots = SlotPool(pool, table, make_policy(config.policy.eviction), _order(pool.slots, slot_seed))
-        self.cache = HostCache(
+        self.choice = choose(
+            config.miss.mode,
+            mapped,
+            on_host=kernels is None,
+            caches=arena.places > readers or arena.places >= geometry.rows,
+            whole_pool=pool.slots >= geometry.rows,
+            consensus=consensus,
+        )
+        kind = InlineCache if self.choice.serving == "inline" else HostCache
+        self.cache = kind(
             pack, arena, make_policy(config.policy.eviction), experts=geometry.experts, staging=readers
         )
         self._fetcher = Fetcher(self.slots, self.cache)
-        self._layers: LayerRunner | DeviceLayers
-        if kernels is None:
-            self._layers = LayerRunner(geometry, codec, ops or cpu_ops, self.slots, self._fetcher)
-        else:
-            state = DeviceState(geometry.layers, geometry.experts, max_tokens, pool.device)
-            self._layers = DeviceLayers(geometry, kernels, self.slots, self._fetcher, state)
-        self._runner = StepRunner(
-            geometry,
-            self.slots,
-            self._fetcher,
-            consensus,
-            MissSettings(
-                _miss_mode(config, on_host=kernels is None),
-                config.miss.max_replays,
-                config.miss.tolerance,
-                replay_enabled,
-            ),
-            self._layers,
-            self._arm,
+        settings = MissSettings(
+            PassMode.REPLAY if self.choice.serving == "replay" else PassMode.INLINE,
+            config.miss.max_replays,
+            config.miss.tolerance,
+            replay_enabled,
         )
+        self._inline: Inline | None = None
+        self._layers: LayerRunner | DeviceLayers | InlineLayers
+        self._runner: StepRunner
+        if isinstance(self.cache, InlineCache):
+            assert kernels is not None and staging is not None and mapped is not None and mapped.view is not None
+            self._inline = Inline(
+                geometry,
+                kernels,
+                self.slots,
+                self._fetcher,
+                self.cache,
+                mapped.view,
+                staging,
+                max_tokens,
+                consensus,
+                settings,
+                self.heat,
+                readers,
+                Hooks(self._arm, self.collect, lambda report: self._account.filled(report)),
+            )
+            self._layers, self._runner = self._inline.layers, self._inline.runner
+        else:
+            if kernels is None:
+                self._layers = LayerRunner(geometry, codec, ops or cpu_ops, self.slots, self._fetcher)
+            else:
+                state = DeviceState(geometry.layers, geometry.experts, max_tokens, pool.device)
+                self._layers = DeviceLayers(geometry, kernels, self.slots, self._fetcher, state)
+            self._runner = StepRunner(
+                geometry, self.slots, self._fetcher, consensus, settings, self._layers, self._arm
+            )
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
+        self._account.serving(self.choice.serving)
+        if self._inline is not None:
+            self._account.follow(self._inline.layers.counts)
         self._account.gauges(with_heat=True)
         # Guards heat and what is booked late; held during a capture, it keeps that thread from asking the device.
         self._books = threading.RLock()
@@ -221,10 +260,11 @@ class ExpertService:
         if self._heat_path is not None:
             note = self._log(load_heat(self._heat_path, self._heat_key, self.heat))
         ranked = self.heat.order() if self._config.heat.warm_start else []
-        if self.slots.slots >= self.geometry.rows:
+        if self.slots.slots >= self.geometry.rows or self._fills_arena:
             known = dict(ranked)
             ranked += [(key, 0.0) for key in range(self.geometry.rows) if key not in known]
         hottest = dict(ranked[: self.slots.slots])
+        self._take_slots()
         epoch = self.cache.open_epoch()
         try:
             outcome = self._fetcher.fetch(hottest, blocked=(), epoch=epoch, entry=Entry.SEED)
@@ -233,6 +273,8 @@ class ExpertService:
             self.cache.close_epoch(epoch)
         # Rows that the pool has come last in the arena: they are wanted there only once they lose their slot.
         arena_order = [*ranked[self.slots.slots :], *ranked[: self.slots.slots]]
+        if self._inline is not None:
+            self._inline.hand_over()
         if self.slots.slots < self.geometry.rows and arena_order and self.cache.capacity:
             self._preheater = Preheater(self.cache, arena_order, self._readers, self._account.filled)
             self._preheater.start()
@@ -257,18 +299,30 @@ class ExpertService:
         self._close_late_epoch()
         self.collect()
         self.slots.restart(slots, _order(self.slots.pool.slots, slot_seed))
+        if self._inline is not None:
+            self._inline.hand_over()
         self._runner.forget()
         self._account.gauges(with_heat=True)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, no background work is in progress or begins: for graph capture."""
-        with self._books:
-            if self._preheater is None:
-                yield
-                return
-            with self._preheater.paused():
-                yield
+        threads: list[BackgroundThread] = [] if self._preheater is None else [self._preheater]
+        if self._inline is not None:
+            threads.append(self._inline.promoter)
+        with self._books, ExitStack() as stack:
+            for thread in threads:
+                stack.enter_context(thread.paused())
+            yield
+
+    def churn(self, seed: int = 0, most: int = 4) -> AbstractContextManager[ArenaChurn]:
+        """Inside, a thread evicts random rows from the arena and reads others into it, up to `most` at a time, without
+        a rest: for tests of layers that fetch their own rows. Every rank must enter it, between steps; afterwards
+        steps go on without taking it for granted that the arena has every row. StepError if misses are not served
+        inline."""
+        if self._inline is None:
+            raise StepError(f"the arena is not read by the device: {self.choice.reason}")
+        return self._inline.churn(seed, most)
 
     def preheated(self) -> None:
         """Wait until the background thread has filled the arena as far as it can."""
@@ -291,7 +345,7 @@ class ExpertService:
                 self._heat_late += len(late.pairs)
                 self._policies_late += len(late.pairs)
                 self.heat.add_steps(late.pairs)
-                self._account.clean_steps(len(late.pairs), int(late.pairs.sum()))
+                self._account.late_steps(late)
 
     def _save_heat(self) -> HeatNote:
         if self._heat_path is None:
@@ -311,10 +365,24 @@ class ExpertService:
             self._preheater.close()
         self._late_books.close()
         self._give_up_device()
+        if self._inline is not None:
+            self._inline.close()
         self._save_heat()
         self._pack.close()
         self._arena.close()
         self.slots.pool.close()
+
+    @property
+    def _fills_arena(self) -> bool:
+        """Whether every row is to be in the arena, whatever heat knows: the device can fetch it from nowhere else."""
+        return self._inline is not None and self.cache.capacity >= self.geometry.rows
+
+    def _take_slots(self) -> None:
+        """Have the slots back from the device, empty."""
+        if self._inline is not None:
+            self._close_late_epoch()
+            self.collect()
+            self.slots.restart(self.slots.slots, self.slots.order)
 
     def _log(self, note: HeatNote) -> HeatNote:
         if note.problem and note.reason not in self._logged:
@@ -385,12 +453,6 @@ def _order(slots: int, seed: int | None) -> list[int]:
     if seed is not None:
         random.Random(seed).shuffle(order)
     return order
-
-
-def _miss_mode(config: TiersConfig, *, on_host: bool) -> PassMode:
-    if config.miss.mode == "auto":
-        return PassMode.INLINE if on_host else PassMode.REPLAY
-    return PassMode(config.miss.mode)
 
 
 def _heat_file(pack: RowPack, folder: Path | None) -> tuple[HeatKey, Path | None]:
