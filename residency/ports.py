@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from ziggurat.kernels.admission import Admission
 from ziggurat.kernels.codecs.base import DecodedExpert
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.stores.pack import RowRequest, RowResult
@@ -141,8 +142,13 @@ class LayerKernels(Protocol):
         prefill: torch.Tensor | None,
         counts: torch.Tensor | None,
         tally: torch.Tensor | None,
+        admission: Admission | None = None,
+        layer: int = 0,
     ) -> torch.Tensor:
         """The whole layer -> [T, H] in x's dtype. An expert without a slot contributes zero.
+
+        admission: the layer, number `layer` of its table, first makes its own experts resident, by the rules of
+        `ziggurat.kernels.admission`; slots is its `table[layer]` then, pool its `pool`, and T at most part_tokens.
 
         prefill: uint8 [at least T], 1 = the token belongs to a prompt. counts: int32 [E, 2], set to the live pairs
         routed to each expert: of all tokens, of those that are not prefill. tally: int32 [2], increased by the live
