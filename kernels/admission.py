@@ -3,7 +3,7 @@
 A layer is *admitted* before its GEMMs, on the device and without the host. In a pass with live tokens, for layer
 number `layer` (key = layer * E + expert; all integer arithmetic, so every implementation gives the same bits):
 
-1. Layer 0 advances the clock: clock += 1.
+1. The layer that begins a pass (`first`) advances the clock: clock += 1.
 2. For every expert that live pairs are routed to, with w = its pairs of tokens that are not prefill: if w > 0,
    heat[key] = min(decayed(heat[key], clock - last[key]) + w * HEAT_UNIT, HEAT_MOST) and last[key] = clock.
 3. Its experts without a slot, in ascending order. If places[key] < 0 the row is not in the arena: nothing changes, the
@@ -21,8 +21,11 @@ number `layer` (key = layer * E + expert; all integer arithmetic, so every imple
 decayed(h, age): halves every HALF_LIFE steps, in between linearly: with q = age / HALF_LIFE, f = age mod HALF_LIFE and
 v = h >> q (0 if q > 31), it is v - (((v >> 1) * f) / HALF_LIFE).
 
-The log is a ring that only the device writes: event number n is at n mod its length, and `log_head` says how many
-there have been. The host copies it in stream order and never has to be waited for.
+The log is a ring that only the device writes: event number n is at n mod its length, a power of two, and `log_head`
+says how many there have been. The host copies it in stream order and never has to be waited for.
+
+A call without live tokens changes nothing but the number of copies, which is 0. Clock and `log_head` count modulo
+2^32, in int32: a busy service makes 2^31 events within days. Differences of two of them are taken modulo 2^32.
 """
 
 from __future__ import annotations
@@ -51,11 +54,16 @@ STATE_WORDS: Final = 8
 class Admission:
     """The tensors of one pool, all int32 and contiguous on its device unless said otherwise.
 
-    table [L, E]: slot of each expert or -1. owners [S]: key in each slot, -1, or -2 (WITHHELD). heat, last [L * E]: as above.
+    table [L, E]: slot of each expert or -1. owners [S]: key in each slot, -1, or -2 (WITHHELD). heat, last [L * E]:
+    as above.
     places [L * E]: place of each row in the arena or -1; the host writes it in stream order, between passes.
-    copies [E, 2]: (place, slot) of the layer admitted last. state [STATE_WORDS]. log [N, 4], N at least L * E: events.
-    arena: uint8 [places, stride], the arena as the device sees it (host memory mapped into its address space).
-    pool: uint8 [S, stride].
+    copies [E, 2]: (place, slot) of the layer admitted last. state [STATE_WORDS]. log [N, 4], N a power of two and at
+    least L * E, which a pass can fill: events.
+    arena: uint8 [places, stride], the arena as the device sees it (host memory mapped into its address space; its
+    data_ptr() is an address of the device). pool: uint8 [S, stride].
+    first: number of the layer that begins a pass, the lowest one that is admitted.
+
+    Raises ValueError for tensors that do not fit each other.
     """
 
     table: torch.Tensor
@@ -68,6 +76,27 @@ class Admission:
     log: torch.Tensor
     arena: torch.Tensor
     pool: torch.Tensor
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        keys, experts = self.layers * self.experts, self.experts
+        wanted = {
+            "owners": (self.slots,),
+            "heat": (keys,),
+            "last": (keys,),
+            "places": (keys,),
+            "copies": (experts, 2),
+            "state": (STATE_WORDS,),
+            "log": (self.log.shape[0], 4),
+        }
+        for name, shape in wanted.items():
+            tensor: torch.Tensor = getattr(self, name)
+            if tuple(tensor.shape) != shape or tensor.dtype is not torch.int32 or not tensor.is_contiguous():
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected int32 {shape}")
+        if self.log.shape[0] & (self.log.shape[0] - 1):
+            raise ValueError(f"a log of {self.log.shape[0]} events: their number has to be a power of two")
+        if self.arena.shape[1] != self.pool.shape[1]:
+            raise ValueError(f"rows of {self.arena.shape[1]} bytes for slots of {self.pool.shape[1]}")
 
     @property
     def layers(self) -> int:
@@ -83,9 +112,18 @@ class Admission:
 
 
 def make_admission(
-    layers: int, experts: int, arena: torch.Tensor, pool: torch.Tensor, *, log_events: int | None = None
+    layers: int,
+    experts: int,
+    arena: torch.Tensor,
+    pool: torch.Tensor,
+    *,
+    log_events: int | None = None,
+    first: int = 0,
 ) -> Admission:
-    """An empty state over `pool` (uint8 [S, stride] on its device) and `arena` (uint8 [places, stride])."""
+    """An empty state over `pool` (uint8 [S, stride] on its device) and `arena` (uint8 [places, stride]).
+
+    log_events: room of the log, rounded up to a power of two; None: what one pass can fill. first: see Admission.
+    """
 
     def words(*shape: int, fill: int = 0) -> torch.Tensor:
         return torch.full(shape, fill, dtype=torch.int32, device=pool.device)
@@ -99,9 +137,10 @@ def make_admission(
         places=words(keys, fill=ABSENT),
         copies=words(experts, 2),
         state=words(STATE_WORDS),
-        log=words(log_events or keys, 4),
+        log=words(1 << ((log_events or keys) - 1).bit_length(), 4),
         arena=arena,
         pool=pool,
+        first=first,
     )
 
 

@@ -147,8 +147,8 @@ class LayerKernels(Protocol):
     ) -> torch.Tensor:
         """The whole layer -> [T, H] in x's dtype. An expert without a slot contributes zero.
 
-        admission: first make the experts of its layer number `layer` resident; slots and pool are its own then, and x
-        has at most `part_tokens` rows.
+        admission: the layer, number `layer` of its table, first makes its own experts resident, by the rules of
+        `ziggurat.kernels.admission`; slots is its `table[layer]` then, pool its `pool`, and T at most part_tokens.
 
         prefill: uint8 [at least T], 1 = the token belongs to a prompt. counts: int32 [E, 2], set to the live pairs
         routed to each expert: of all tokens, of those that are not prefill. tally: int32 [2], increased by the live

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from ziggurat.kernels.admission import Admission
 from ziggurat.kernels.codecs.base import Codec
+from ziggurat.kernels.cpu.admission import admit, copy_rows
 from ziggurat.kernels.cpu.moe import combine, expert_ffn
 from ziggurat.kernels.errors import CodecError
 from ziggurat.kernels.geometry import ExpertGeometry
@@ -53,12 +55,17 @@ class CpuLayerKernels:
         prefill: torch.Tensor | None,
         counts: torch.Tensor | None,
         tally: torch.Tensor | None,
+        admission: Admission | None = None,
+        layer: int = 0,
     ) -> torch.Tensor:
         """x [T, H], weights and ids [T, k] -> [T, H] in x's dtype; experts without a slot contribute zero.
 
         slots int32 [E]; pool uint8 [S, stride]; live int32 [1]; prefill uint8 [>= T]; counts int32 [E, 2] is set,
-        tally int32 [2] is added to.
+        tally int32 [2] is added to. admission: number `layer` of its layers first makes its experts resident.
+        CodecError if slots and pool are not those of the admission, or for more than `part_tokens` rows of it.
         """
+        if admission is not None:
+            self._admit(admission, layer, x, topk_ids, slots, pool, live, prefill)
         self._start(live)
         self.add(x, topk_ids, live, slots=slots, pool=pool)
         alive = topk_ids[: int(live[0])].long()
@@ -74,6 +81,27 @@ class CpuLayerKernels:
             tally[0] += (slots[alive[valid]] < 0).sum()
             tally[1] += (~valid).sum()
         return self.finish(x, topk_weights, topk_ids, live)
+
+    def _admit(
+        self,
+        admission: Admission,
+        layer: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        slots: torch.Tensor,
+        pool: torch.Tensor,
+        live: torch.Tensor,
+        prefill: torch.Tensor | None,
+    ) -> None:
+        if x.shape[0] > self.part_tokens:
+            raise CodecError(f"{x.shape[0]} rows in an admitted layer: a part has at most {self.part_tokens}")
+        if (
+            slots.data_ptr() != admission.table[layer].data_ptr()
+            or pool.data_ptr() != admission.pool.data_ptr()
+        ):
+            raise CodecError(f"slots and pool are not those of the admission's layer {layer}")
+        admit(admission, layer, topk_ids, live, prefill)
+        copy_rows(admission)
 
     def begin(self, x: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor) -> None:
         """Start a layer: no contributions yet. CodecError for more than `part_tokens` rows."""

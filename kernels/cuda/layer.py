@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 import torch
 
+from ziggurat.kernels.admission import Admission
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.cuda import driver, library, workspace
 from ziggurat.kernels.cuda.errors import LayerError
@@ -184,8 +185,12 @@ class CudaLayerKernels:
         prefill: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
         tally: torch.Tensor | None = None,
+        admission: Admission | None = None,
+        layer: int = 0,
     ) -> torch.Tensor:
         """A whole layer: x [T, H] -> [T, H]; experts without a slot contribute zero. See residency's LayerKernels."""
+        if admission is not None:
+            raise LayerError("layers on a GPU are not admitted yet")
         x, topk_weights, topk_ids = self._checked(x, topk_weights, topk_ids)
         out = torch.empty_like(x)
         p = self._params

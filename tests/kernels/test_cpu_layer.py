@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from support.admissions import over_rows
+from ziggurat.kernels.admission import COPIES, Admission
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.cpu.layer import CpuLayerKernels
 from ziggurat.kernels.cpu.moe import combine, expert_ffn
@@ -120,6 +123,49 @@ def test_a_part_has_its_limit() -> None:
         small.begin(layer.x, layer.ids, live)
     layer.kernels = small
     assert same_bits(layer.run(1), layer.expected(1)), "a whole layer has none"
+
+
+def admitted(layer: Layer, slots: int, absent: Sequence[int] = ()) -> Admission:
+    """An admission of two layers over the layer's rows as the second one's; the first one's are garbage."""
+    rows = torch.full((2 * EXPERTS, layer.pool.shape[1]), 0xFF, dtype=torch.uint8)
+    rows[EXPERTS:] = layer.pool[SLOT_OF]
+    return over_rows(rows, 2, slots, absent=[EXPERTS + e for e in absent])
+
+
+@pytest.mark.parametrize("slots", [EXPERTS, 2 * EXPERTS + 40])
+def test_an_admitted_layer_is_that_of_a_full_pool(slots: int) -> None:
+    layer = Layer()
+    expected = layer.expected(5)
+    layer.ids[5:] = EXPERTS
+    a = admitted(layer, slots)
+    for copies in (len(set(layer.ids[:5].flatten().tolist())), 0):
+        out = layer.run(5, slots=a.table[1], pool=a.pool, admission=a, layer=1)
+        assert same_bits(out, expected)
+        assert layer.tally.tolist() == [10, 20]
+        assert int(layer.counts[:, 0].sum()) == 5 * TOP_K
+        assert a.state[COPIES] == copies
+
+
+def test_what_cannot_be_admitted_is_missing() -> None:
+    layer = Layer()
+    a = admitted(layer, 2 * EXPERTS, absent=[3])
+    missing = int((layer.ids == 3).sum())
+    assert missing > 0
+    out = layer.run(slots=a.table[1], pool=a.pool, admission=a, layer=1)
+    assert same_bits(out, layer.expected(left_out=frozenset({3})))
+    assert layer.tally.tolist() == [10 + missing, 20]
+
+
+def test_an_admission_comes_with_its_own_slots_and_pool_and_in_one_part() -> None:
+    layer = Layer()
+    a = admitted(layer, EXPERTS)
+    for slots, pool in ((a.table[0], a.pool), (a.table[1], layer.pool)):
+        with pytest.raises(CodecError, match="not those of the admission's layer 1"):
+            layer.run(slots=slots, pool=pool, admission=a, layer=1)
+    layer.kernels = CpuLayerKernels(CODEC, SIZES, EXPERTS, TOP_K, part_tokens=TOKENS - 1)
+    with pytest.raises(CodecError, match="7 rows in an admitted layer: a part has at most 6"):
+        layer.run(slots=a.table[1], pool=a.pool, admission=a, layer=1)
+    assert (a.table == -1).all()
 
 
 def test_a_layer_has_to_begin() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -110,7 +112,7 @@ def test_an_unarmed_call_makes_the_launches_of_an_armed_one(packs: FakePacks, mo
         kernels = service._layers._kernels  # type: ignore[union-attr]  # a service with kernels
         launch = kernels.run
 
-        def run(x: torch.Tensor, *args: torch.Tensor, **static: torch.Tensor) -> torch.Tensor:
+        def run(x: torch.Tensor, *args: torch.Tensor, **static: Any) -> torch.Tensor:
             calls.append(("armed" if int(static["live"][0]) else "unarmed", []))
             calls[-1][1].extend(one.data_ptr() for one in static.values())
             return launch(x, *args, **static)
