@@ -86,7 +86,7 @@ class Account:
         """Who serves misses."""
         with self._metrics.writing():
             for one in SERVINGS:
-                self._metrics.set("ziggurat_miss_serving", float(one == chosen), one)
+                self._metrics.set("ziggurat_miss_serving_ratio", float(one == chosen), one)
 
     def follow(self, counts: InlineCounts) -> None:
         """Book what a device does by itself from here on."""

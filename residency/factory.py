@@ -14,10 +14,12 @@ from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, LocalConsensus
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.metrics import TierMetrics
-from ziggurat.residency.placement import Placement, open_arena, open_kernels, open_pool
+from ziggurat.residency.placement import Placement, map_arena, open_arena, open_kernels, open_pool
 from ziggurat.residency.ports import ExpertOps, RowArena, RowPack, RowPool
 from ziggurat.residency.runtime_errors import UnsupportedDeviceError
 from ziggurat.residency.service import ExpertService
+
+_STAGING_ROWS = 8  # of the memory through which eager passes bring rows that get no slot
 
 
 class ModelSource(Protocol):
@@ -80,6 +82,7 @@ def open_service(
     place = place or Placement(torch.device(_configured(config)))
     pool: RowPool | None = None
     arena: RowArena | None = None
+    staging: RowPool | None = None
     try:
         place.check(codec.name)
         machine = machine or MachineLimits(device=str(place.device))
@@ -88,6 +91,9 @@ def open_service(
         pool = open_pool(place, one.pool_rows, pack.header.stride)
         kernels = open_kernels(place, geometry, codec)
         arena = _arena(config, place, one, kind, pack.header.stride)
+        mapped = None if kernels is None else map_arena(place, arena)
+        if mapped is not None and mapped.view is not None:
+            staging = open_pool(place, min(_STAGING_ROWS, geometry.experts), pack.header.stride)
         return ExpertService(
             config,
             geometry,
@@ -100,13 +106,15 @@ def open_service(
             ops=ops,
             kernels=kernels,
             max_tokens=place.max_tokens,
+            mapped=mapped,
+            staging=staging,
             heat_folder=heat_folder(config),
             slot_seed=slot_seed,
             replay_enabled=replay_enabled,
             consensus_enabled=consensus_enabled,
         )
     except BaseException:
-        for part in (arena, pool, pack):
+        for part in (staging, arena, pool, pack):
             if part is not None:
                 part.close()
         raise

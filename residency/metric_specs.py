@@ -89,7 +89,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec("ziggurat_unarmed_calls_total", "counter", "Layer calls outside a step, answered with zeros"),
     MetricSpec(
-        "ziggurat_miss_serving",
+        "ziggurat_miss_serving_ratio",
         "gauge",
         "1 for who serves misses: the host layer by layer, the GPU inline, or the host by replaying steps",
         labels=(("by", SERVINGS),),

@@ -65,6 +65,7 @@ __all__ = [
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+_SERVED = {"host": "by the host", "inline": "inline, by the device", "replay": "by replay"}
 _MOST_LATE = 512  # steps whose counts may wait for a thread that gets no time
 
 
@@ -166,7 +167,10 @@ class ExpertService:
         self._layers: LayerRunner | DeviceLayers | InlineLayers
         self._runner: StepRunner
         if isinstance(self.cache, InlineCache):
-            assert kernels is not None and staging is not None and mapped is not None and mapped.view is not None
+            assert kernels is not None
+            assert staging is not None
+            assert mapped is not None
+            assert mapped.view is not None
             self._inline = Inline(
                 geometry,
                 kernels,
@@ -197,6 +201,8 @@ class ExpertService:
         if self._inline is not None:
             self._account.follow(self._inline.layers.counts)
         self._account.gauges(with_heat=True)
+        if kernels is not None:
+            logger.info("misses are served %s: %s", _SERVED[self.choice.serving], self.choice.reason)
         # Guards heat and what is booked late; held during a capture, it keeps that thread from asking the device.
         self._books = threading.RLock()
         self._late_books = LateBooks(self._book_late)
@@ -316,8 +322,8 @@ class ExpertService:
             yield
 
     def churn(self, seed: int = 0, most: int = 4) -> AbstractContextManager[ArenaChurn]:
-        """Inside, a thread evicts random rows from the arena and reads others into it, up to `most` at a time, without
-        a rest: for tests of layers that fetch their own rows. Every rank must enter it, between steps; afterwards
+        """Inside, a thread evicts random rows from the arena and reads others into it, up to `most` of each whenever a
+        pass begins: for tests of layers that fetch their own rows. Every rank must enter it, between steps; afterwards
         steps go on without taking it for granted that the arena has every row. StepError if misses are not served
         inline."""
         if self._inline is None:
@@ -366,10 +372,12 @@ class ExpertService:
         self._late_books.close()
         self._give_up_device()
         if self._inline is not None:
-            self._inline.close()
+            self._inline.promoter.close()
         self._save_heat()
         self._pack.close()
         self._arena.close()
+        if self._staging is not None:
+            self._staging.close()
         self.slots.pool.close()
 
     @property

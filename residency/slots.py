@@ -230,7 +230,9 @@ class SlotPool:
             raise SlotError(f"{bound} table entries, {self.used} published slots, owners {owners}")
         if self.handed_over:
             if len(self.policy) or self._free or any(owners[slot] >= 0 for slot in self._withheld):
-                raise SlotError("the host holds on to slots that belong to the device, or a withheld one is used")
+                raise SlotError(
+                    "the host holds on to slots that belong to the device, or a withheld one is used"
+                )
             return
         if set(self.policy.order()) != set(self.held()):
             raise SlotError("the policy holds other keys than the slots")

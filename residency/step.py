@@ -76,7 +76,7 @@ class Layers(Protocol):
 class StepRunner:
     """Runs steps. `arm` is called with the state of each pass before it and with None after the last one."""
 
-    _sure_outcome: Outcome = "clean"  # of a step that nobody waits for
+    _sure_outcome: Outcome = "clean"  # of a step that nobody waits for, as far as it is known
 
     def __init__(
         self,

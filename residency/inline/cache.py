@@ -64,6 +64,7 @@ class InlineCache(HostCache):
             self._open_epochs.add(self._last_epoch)
             self._passes.add(self._last_epoch)
             show(self._places, self.version)
+            self._changed.notify_all()
             return self._last_epoch
 
     def close_epoch(self, epoch: int) -> None:
@@ -128,9 +129,7 @@ class InlineCache(HostCache):
         with self._changed:
             self._rest()
             absent = [
-                (key, heat)
-                for key, heat in wanted
-                if key not in self._place_of and key not in self._reading
+                (key, heat) for key, heat in wanted if key not in self._place_of and key not in self._reading
             ][:limit]
             for _, heat in absent[len(self._free) + len(self._resting) :]:
                 victim = self.policy.victim(_Busy(self))
@@ -145,8 +144,14 @@ class InlineCache(HostCache):
         with self._changed:
             self._changed.wait_for(lambda: stopped() or not self._resting)
 
+    def wait_for_pass(self, last: int, stopped: Callable[[], bool]) -> int:
+        """Until a pass or step has begun after the one of epoch `last`, or `stopped` says so; its epoch."""
+        with self._changed:
+            self._changed.wait_for(lambda: stopped() or self._last_epoch > last)
+            return self._last_epoch
+
     def wake(self) -> None:
-        """Have `wait_for_place` ask again."""
+        """Have those who wait ask again."""
         with self._changed:
             self._changed.notify_all()
 

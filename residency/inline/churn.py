@@ -10,7 +10,7 @@ from ziggurat.residency.inline.cache import InlineCache
 
 
 class ArenaChurn(BackgroundThread):
-    """A thread that evicts random rows from the arena and reads random ones into it, without a rest.
+    """A thread that evicts random rows from the arena and reads random ones into it, once for each pass that begins.
 
     It goes the ways of everyday work, `InlineCache.retire` and `.fill`; so steps must not notice, but for rows that
     they find missing. most: rows that leave or come at a time. evicted, filled: rows so far. error: what ended it.
@@ -26,6 +26,13 @@ class ArenaChurn(BackgroundThread):
         self.evicted = 0
         self.filled = 0
         self.error: BaseException | None = None
+        self._epoch = 0
+
+    def close(self) -> None:
+        with self._changed:
+            self._stop = True
+        self._cache.wake()
+        super().close()
 
     def __enter__(self) -> ArenaChurn:
         self.start()
@@ -40,7 +47,7 @@ class ArenaChurn(BackgroundThread):
 
     def _work(self) -> None:
         try:
-            while self._begin():
+            while self._next_pass() and self._begin():
                 try:
                     self._turn()
                 finally:
@@ -48,9 +55,16 @@ class ArenaChurn(BackgroundThread):
         except BaseException as error:  # noqa: BLE001  # raised where the thread is joined
             self.error = error
 
+    def _next_pass(self) -> bool:
+        """Wait for a pass that has not been disturbed yet, outside of any portion of work."""
+        self._epoch = self._cache.wait_for_pass(self._epoch, lambda: self._stop)
+        return not self._stop
+
     def _turn(self) -> None:
         held = self._cache.held()
-        count = self._random.randint(0, self._most)
-        self.evicted += self._cache.retire(self._random.sample(held, min(count, len(held))))
-        wanted = [(self._random.randrange(self._rows), 1.0) for _ in range(self._random.randint(0, self._most))]
-        self.filled += self._cache.fill(wanted, self._most).read
+        self.evicted += self._cache.retire(self._some(held))
+        absent = sorted(set(range(self._rows)).difference(held))
+        self.filled += self._cache.fill([(key, 1.0) for key in self._some(absent)], self._most).read
+
+    def _some(self, keys: list[int]) -> list[int]:
+        return self._random.sample(keys, min(self._random.randint(0, self._most), len(keys)))

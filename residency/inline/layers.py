@@ -66,7 +66,9 @@ class InlineLayers:
         self._streamed = streamed
         self._want = want
         self._streaming = False
-        self._pass: int | None = None  # epoch of the pass that was launched last, until it is learned or deferred
+        self._pass: int | None = (
+            None  # epoch of the pass that was launched last, until it is learned or deferred
+        )
         self._deferred: deque[tuple[Download, int]] = deque()
         self._sure = False  # whether the passes since the last `begin` could not miss
         # Enough for a host that is a step ahead of the device; page-locked memory is slow to get.
@@ -181,7 +183,7 @@ class InlineLayers:
             self._streamed.begin(self._slots.table.numpy, tokens, state.step.epoch)
 
     def end(self) -> None:
-        """After a forward pass that followed `begin`, or one that raised. RoutingError for bad ids of a streamed one."""
+        """After a forward pass that followed `begin`, or one that raised. RoutingError for bad ids, if streamed."""
         try:
             if self._streaming:
                 self._streaming = False
@@ -259,5 +261,3 @@ class InlineLayers:
                 f"{counted.invalid} pairs are routed to experts that do not exist; experts are "
                 f"0..{self._geometry.experts - 1}"
             )
-
-

@@ -38,7 +38,7 @@ class Hooks:
 class Inline:
     """Layers, step runner and promotion of one service.
 
-    arena: as the device sees it. staging: see `StagedLayers`; closed with this. batch: rows promoted at a time.
+    arena: as the device sees it. staging: see `StagedLayers`. batch: rows promoted at a time.
     """
 
     def __init__(
@@ -62,7 +62,6 @@ class Inline:
         self._rows = geometry.rows
         self._experts = geometry.experts
         state = InlineState(geometry.layers, geometry.experts, max_tokens, arena, slots.pool.tensor)
-        self._staging = staging
         streamed = StagedLayers(geometry, kernels, slots.pool.tensor, staging, cache, state)
         self.promoter = Promoter(cache, self._heat_of, batch, hooks.filled)
         self.layers = InlineLayers(geometry, kernels, slots, cache, state, streamed, self.promoter.want)
@@ -91,11 +90,6 @@ class Inline:
         self.runner.doubt()
         with ArenaChurn(self._cache, self._rows, seed=seed, most=most) as churn:
             yield churn
-
-    def close(self) -> None:
-        """End the thread, give the memory back."""
-        self.promoter.close()
-        self._staging.close()
 
     def _heat_of(self, key: int) -> float:
         return float(self._heat.counts[divmod(key, self._experts)])

@@ -38,7 +38,8 @@ class Events:
 
     @property
     def admitted(self) -> npt.NDArray[np.bool_]:
-        return self.slots != ABSENT
+        found: npt.NDArray[np.bool_] = self.slots != ABSENT
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,9 @@ class InlineState(DeviceState):
         events: EventFactory | None = None,
     ) -> None:
         self._keys = layers * experts
-        self._room = 1 << (self._keys - 1).bit_length()  # of the log: what one pass can fill, as a power of two
+        self._room = (
+            1 << (self._keys - 1).bit_length()
+        )  # of the log: what one pass can fill, as a power of two
         more = STATE_WORDS + self._room * _EVENT
         super().__init__(layers, experts, max_tokens, pool.device, more=more, events=events)
         with torch.inference_mode(False):

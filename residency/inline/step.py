@@ -14,7 +14,15 @@ from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.host_cache import FillReport
 from ziggurat.residency.inline.cache import InlineCache
 from ziggurat.residency.inline.layers import InlineLayers
-from ziggurat.residency.passes import Outcome, PassMode, PassPath, PassState, StepResult, StepState, StepTokens
+from ziggurat.residency.passes import (
+    Outcome,
+    PassMode,
+    PassPath,
+    PassState,
+    StepResult,
+    StepState,
+    StepTokens,
+)
 from ziggurat.residency.slots import SlotPool
 from ziggurat.residency.step import Arm, MissSettings, StepRunner
 
@@ -31,8 +39,6 @@ class InlineStepRunner(StepRunner):
     settle: books deferred passes, waiting for them. report: hears of rows that were read into the arena.
     part_tokens: of the kernels; a larger batch is streamed, since a layer admits once.
     """
-
-    _sure_outcome: Outcome = "inline"
 
     def __init__(
         self,
@@ -56,7 +62,9 @@ class InlineStepRunner(StepRunner):
         self._report = report
         self._part_tokens = part_tokens
         self._least_slots: int | None = None  # of all ranks
-        self._may_be_sure: bool | None = None  # whether every rank has room for every row in its arena or pool
+        self._may_be_sure: bool | None = (
+            None  # whether every rank has room for every row in its arena or pool
+        )
         self._sure = False  # whether every rank holds every row there
 
     @property
@@ -115,7 +123,9 @@ class InlineStepRunner(StepRunner):
             room = self._cache.capacity >= rows or self._slots.slots >= rows
             self._may_be_sure = self._consensus.sum(int(not room)) == 0
         if self._may_be_sure:
-            self._sure = self._consensus.sum(int(not (self._cache.full or self._slots.complete))) == 0
+            complete = self._slots.complete
+            self._sure = self._consensus.sum(int(not (self._cache.full or complete))) == 0
+            self._sure_outcome = "clean" if complete else "inline"
         return self._sure
 
     def _run_waiting(self, forward: Callable[[PassPath], T], step: StepState) -> StepResult[T]:

@@ -27,6 +27,7 @@ from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, LocalConsensus
 from ziggurat.residency.factory import geometry_of
+from ziggurat.residency.inline.choice import MappedArena
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import PassPath, StepResult, StepTokens
 from ziggurat.residency.ports import RowPack, RowPool
@@ -43,6 +44,7 @@ ON_DEVICE = (
     False  # whether services that say nothing run their layers as on a device; the fixture `layers` sets it
 )
 MAX_TOKENS = 128
+STAGING = 2  # rows of the memory through which streamed layers pass
 PART_TOKENS = 40  # fewer than the tokens of the larger batches
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 12, 3, 64, 64
 
@@ -181,12 +183,14 @@ def open_tiers(
     miss: dict[str, Any] | None = None,
     heat: dict[str, Any] | None = None,
     on_device: bool | None = None,
+    inline: bool = False,
     pool: RowPool | None = None,
     **options: Any,
 ) -> ExpertService:
     """A service over real packs, arena and pool. Both are filled with 0xFF, which is NaN in every codec.
 
-    on_device: run layers through kernels and static tensors as on a device, only on the CPU.
+    on_device: run layers through kernels and static tensors as on a device, only on the CPU. inline: these kernels
+    see the arena, so that layers can fetch rows by themselves.
     """
     pack = pack or packs.open(rank)
     pool = pool or CpuPool(slots, pack.header.stride)
@@ -199,7 +203,11 @@ def open_tiers(
         packs.paths[0].parent, policy={"eviction": eviction}, miss=miss or {}, heat=heat or {}
     )
     g = packs.geometry
-    if ON_DEVICE if on_device is None else on_device:
+    if inline and arena is not None:
+        staging = CpuPool(STAGING, pack.header.stride)
+        staging.tensor.fill_(0xFF)
+        options = {"mapped": MappedArena(arena.tensor), "staging": staging, **options}
+    if inline or (ON_DEVICE if on_device is None else on_device):
         sizes = ExpertGeometry(g.hidden, g.intermediate)
         kernels = CpuLayerKernels(
             get_codec(packs.codec), sizes, g.experts, g.top_k, clamp=g.clamp, part_tokens=PART_TOKENS
