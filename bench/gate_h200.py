@@ -1,9 +1,10 @@
 """The identity gate on a GPU: pools of any size give the all-resident pool's logits, bit for bit, under CUDA graphs.
 
-    python bench/gate_h200.py [full piecewise eager small serve] [--out FOLDER] [--cpu]
+    python bench/gate_h200.py [full piecewise eager small serve] [--out FOLDER] [--together] [--cpu]
 
 Every part is one engine start (serve: two servers). A part is ended when it takes longer than its limit, and the others
-go on. One engine compares pools of several sizes under the same captured graphs: its pool has a slot for every expert
+go on. --together: several engines share the GPU, which takes less time and, where engines disturbed each other, would
+show it. One engine compares pools of several sizes under the same captured graphs: its pool has a slot for every expert
 and is told how many of them to use. `small` allocates a quarter and compares with what `full` has written. Prints a
 table, writes FOLDER/gate.json; status 0 if everything is as it must be. --cpu: a short run with the CPU as the device.
 """
@@ -11,6 +12,7 @@ table, writes FOLDER/gate.json; status 0 if everything is as it must be. --cpu: 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ sys.path.insert(0, str(ROOT))
 
 from bench.gate_engine import MARK, jobs  # noqa: E402
 from bench.results_io import provenance  # noqa: E402
+
+_running: set[int] = set()  # process groups
 
 LIMITS = {"full": 200.0, "piecewise": 170.0, "eager": 150.0, "small": 120.0, "serve": 260.0}
 
@@ -37,14 +42,25 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", default=list(LIMITS), help=f"of {', '.join(LIMITS)}")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "bench/h200/out")))
     parser.add_argument("--cpu", action="store_true", help="a short run with the CPU as the device")
+    parser.add_argument("--together", action="store_true", help="all parts at once, `small` after `full`")
     parser.add_argument("--commit", default=None, help="what to record where there is no git history")
     options = parser.parse_args()
     unknown = sorted(set(options.parts) - set(LIMITS))
     if unknown:
         parser.error(f"no part is called {unknown[0]}; there are {', '.join(LIMITS)}")
     options.out.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
     with tempfile.TemporaryDirectory(prefix="ziggurat-gate-") as folder:
-        results = [_part(name, options, Path(folder)) for name in options.parts]
+        # `small` reads what `full` wrote.
+        chains = [[one for one in options.parts if one in ("full", "small")]]
+        chains += [[one] for one in options.parts if one not in ("full", "small")]
+        if not options.together:
+            chains = [list(options.parts)]
+        with ThreadPoolExecutor(len(chains)) as pool:
+            chained = [pool.submit(_chain, names, options, Path(folder)) for names in chains]
+            found = {result["part"]: result for one in chained for result in one.result()}
+        results = [found[name] for name in options.parts]
     _show(results)
     report = {
         "passed": all(r["passed"] for r in results),
@@ -53,6 +69,19 @@ def main() -> int:
     }
     (options.out / "gate.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0 if report["passed"] else 1
+
+
+def _stop(number: int, frame: object) -> None:
+    """Engines are not left behind on the GPU, where they would disturb what is measured next."""
+    for group in list(_running):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    os._exit(128 + number)
+
+
+def _chain(names: list[str], options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
+    """Parts one after the other."""
+    return [_part(name, options, work) for name in names]
 
 
 def _part(name: str, options: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -66,7 +95,7 @@ def _part(name: str, options: argparse.Namespace, work: Path) -> dict[str, Any]:
         job.write_text(json.dumps(jobs(work, cpu=options.cpu)[name].to_json()), encoding="utf-8")
         command = [sys.executable, str(ROOT / "bench" / "gate_engine.py"), str(job)]
     print(f"== {name}", flush=True)
-    status, output = _run(command, log, LIMITS[name] * (4 if options.cpu else 1))
+    status, output = _run(command, log, LIMITS[name] * (4 if options.cpu else 2 if options.together else 1))
     lines = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
     problems = [f"{line['case']}, {line['workload']}: {one}" for line in lines for one in line["problems"]]
     if status != 0:
@@ -86,6 +115,7 @@ def _run(command: list[str], log: Path, limit: float) -> tuple[int | None, str]:
         process = subprocess.Popen(
             command, env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+        _running.add(process.pid)
         status: int | None
         try:
             status = process.wait(limit)
@@ -97,6 +127,7 @@ def _run(command: list[str], log: Path, limit: float) -> tuple[int | None, str]:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+    _running.discard(process.pid)
     return status, log.read_text(encoding="utf-8", errors="replace")
 
 

@@ -7,12 +7,13 @@ commit=()
 [[ -z ${COMMIT:-} ]] || commit=(--commit "$COMMIT")
 report=()
 
-# step NAME SECONDS COMMAND...: run it for so long at most, its output to the screen and to $OUT/NAME.log.
+# step NAME SECONDS COMMAND...: run it for so long at most, its output to the screen and to $OUT/NAME.log. It is
+# interrupted, not ended, so that pytest still says what has failed by then.
 step() {
     local name=$1 limit=$2 started=$SECONDS status=0
     shift 2
     printf '\n== %s\n' "$name"
-    timeout --kill-after=10 "$limit" "$@" > >(tee "$OUT/$name.log") 2>&1 || status=$?
+    timeout --signal=INT --kill-after=20 "$limit" "$@" > >(tee "$OUT/$name.log") 2>&1 || status=$?
     report+=("$(printf '%-24s status %-4s %4d s' "$name" "$status" $((SECONDS - started)))")
     [[ $status == 0 ]] || failed=1
 }

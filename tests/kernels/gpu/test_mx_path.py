@@ -133,6 +133,11 @@ def modelled(layer: Layer, batch: Batch, splits: int) -> tuple[torch.Tensor, tor
     return hidden, partial, out
 
 
+def contributions(kernels: CudaLayerKernels, count: int) -> torch.Tensor:
+    """The first `count` float32 numbers of what is summed last, which the workspace holds as words."""
+    return kernels._memory["partial"][:count].view(torch.float32).cpu()
+
+
 def compare(layer: Layer, batch: Batch, kernels: CudaLayerKernels, splits: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     pool, slots = layers.placed(layer, device, slots=layer.experts + 4, seed=3)
@@ -144,7 +149,7 @@ def compare(layer: Layer, batch: Batch, kernels: CudaLayerKernels, splits: int) 
     hidden, partial, result = modelled(layer, batch, splits)
     pairs, inner = hidden.shape
     got_hidden = kernels._memory["hidden"][: pairs * inner].view(batch.x.dtype).view(pairs, inner).cpu()
-    got_partial = kernels._memory["partial"][: partial.numel()].view(partial.shape).cpu()
+    got_partial = contributions(kernels, partial.numel()).view(partial.shape)
     used = ((batch.ids >= 0) & (batch.ids < layer.experts)).flatten()
     assert same_bits(got_hidden[:, place_in_block(inner)][used], hidden[used])
     assert same_bits(got_partial[used], partial[used])
@@ -224,9 +229,7 @@ def test_numbers_are_near_float64_over_the_same_quantized_activations(codec: str
             there = batch.to(device)
             live = torch.tensor([tokens], dtype=torch.int32, device=device)
             kernels.run(there.x, there.weights, there.ids, slots=slots, pool=pool, live=live)
-            partial = (
-                kernels._memory["partial"][: tokens * layer.top_k * layer.geometry.hidden].double().cpu()
-            )
+            partial = contributions(kernels, tokens * layer.top_k * layer.geometry.hidden).double()
             got = (partial.view(tokens, layer.top_k, -1) * batch.weights[..., None].double()).sum(dim=1)
             expected = layers.reference(layer, batch, quantize=layers.mxfp8_of(dtype))
             assert layers.relative_error(got, expected) < 1e-3
