@@ -51,6 +51,8 @@ from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import GeometryMismatchError, StepError
 from ziggurat.residency.slots import SlotPool, SlotTable
 from ziggurat.residency.step import MissSettings, StepRunner
+from ziggurat.residency.streaming.layers import StreamedLayers
+from ziggurat.residency.streaming.ring import StagingRing
 
 __all__ = [
     "ExpertService",
@@ -91,9 +93,9 @@ class ExpertService:
     pack, arena and pool belong to the service from here on and are closed with it. arena=None: no host cache, rows
     pass through a few pageable staging places. heat_folder=None: heat is neither read nor saved.
     kernels: runs layers where the pool is; None = the host computes them with `ops`, which needs a pool in host memory.
-    max_tokens: rows of the largest batch that `moe` is called with; of interest with kernels only.
-    mapped: the arena as the device of the kernels sees it, so that layers can fetch rows by themselves; staging: the
-    memory through which rows pass that eager passes want then, and get no slot for.
+    ring: staging memory through which rows that only a prompt wants pass; the service's from here on.
+    max_tokens: rows of the largest batch that `moe` is called with; ring and max_tokens are of interest with kernels.
+    mapped: the arena as the device of the kernels sees it, so that layers can fetch rows by themselves; needs a ring.
     slot_seed: hand free slots out in a shuffled order (results do not depend on it; determinism tests use it).
     replay_enabled, consensus_enabled: switches of negative controls; False makes results wrong or ranks diverge.
     """
@@ -111,9 +113,9 @@ class ExpertService:
         metrics: TierMetrics,
         ops: ExpertOps | None = None,
         kernels: LayerKernels | None = None,
+        ring: StagingRing | None = None,
         max_tokens: int = 0,
         mapped: MappedArena | None = None,
-        staging: RowPool | None = None,
         heat_folder: Path | None = None,
         slot_seed: int | None = None,
         replay_enabled: bool = True,
@@ -131,13 +133,13 @@ class ExpertService:
         self._config = config
         self._pack = pack
         self._arena = arena
+        self._ring = ring
         self._readers = readers
         self._heat_key, self._heat_path = _heat_file(pack, heat_folder)
         self._state: PassState | None = None
         self._in_step = False
         self._closed = False
         self._late_epoch: int | None = None  # of the step before, if its copies were not known to be complete
-        self._staging = staging
         self._steps = 0
         self._logged: set[str] = set()
         self._preheater: Preheater | None = None
@@ -168,7 +170,7 @@ class ExpertService:
         self._runner: StepRunner
         if isinstance(self.cache, InlineCache):
             assert kernels is not None
-            assert staging is not None
+            assert ring is not None
             assert mapped is not None
             assert mapped.view is not None
             self._inline = Inline(
@@ -178,7 +180,7 @@ class ExpertService:
                 self._fetcher,
                 self.cache,
                 mapped.view,
-                staging,
+                ring,
                 max_tokens,
                 consensus,
                 settings,
@@ -192,7 +194,10 @@ class ExpertService:
                 self._layers = LayerRunner(geometry, codec, ops or cpu_ops, self.slots, self._fetcher)
             else:
                 state = DeviceState(geometry.layers, geometry.experts, max_tokens, pool.device)
-                self._layers = DeviceLayers(geometry, kernels, self.slots, self._fetcher, state)
+                streamed = None
+                if ring is not None:
+                    streamed = StreamedLayers(geometry, kernels, pool, self._fetcher, state, ring)
+                self._layers = DeviceLayers(geometry, kernels, self.slots, self._fetcher, state, streamed)
             self._runner = StepRunner(
                 geometry, self.slots, self._fetcher, consensus, settings, self._layers, self._arm
             )
@@ -376,8 +381,8 @@ class ExpertService:
         self._save_heat()
         self._pack.close()
         self._arena.close()
-        if self._staging is not None:
-            self._staging.close()
+        if self._ring is not None:
+            self._ring.close()
         self.slots.pool.close()
 
     @property

@@ -8,8 +8,9 @@ from ziggurat.kernels.codecs.layout import TILE_K
 from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.geometry import ExpertGeometry
 
-#: Contributions that a workspace aims to hold; larger batches are computed in parts.
-PARTIAL_BYTES: Final = 256 << 20
+#: Contributions that a workspace aims to hold; larger batches are computed in parts. Each part of a batch reads the
+#: experts once more, over the link if they are not on the device: 8192 tokens of DeepSeek-V4-Flash need 768 MiB.
+PARTIAL_BYTES: Final = 1 << 30
 #: Pairs of a call up to which one small block makes the list of work.
 SMALL_ROUTE_PAIRS: Final = 256
 #: Pairs of an entry of the decode GEMMs: columns of a matrix instruction.

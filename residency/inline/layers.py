@@ -18,13 +18,13 @@ from ziggurat.residency.device_layer import LateCounts
 from ziggurat.residency.device_state import Counted
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.inline.cache import InlineCache
-from ziggurat.residency.inline.ports import StreamedLayers
 from ziggurat.residency.inline.state import Events, InlineState, Passed
 from ziggurat.residency.passes import IntArray, PassMode, PassState, Route
 from ziggurat.residency.ports import LayerKernels
 from ziggurat.residency.routing import check_shapes
 from ziggurat.residency.runtime_errors import RoutingError, StepError
 from ziggurat.residency.slots import ABSENT, SlotPool
+from ziggurat.residency.streaming.layers import StreamedLayers
 from ziggurat.residency.transfers import Download
 
 

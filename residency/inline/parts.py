@@ -17,12 +17,13 @@ from ziggurat.residency.inline.cache import InlineCache
 from ziggurat.residency.inline.churn import ArenaChurn
 from ziggurat.residency.inline.layers import InlineLayers
 from ziggurat.residency.inline.promote import Promoter
-from ziggurat.residency.inline.staged import StagedLayers
 from ziggurat.residency.inline.state import InlineState
 from ziggurat.residency.inline.step import InlineStepRunner
-from ziggurat.residency.ports import LayerKernels, RowPool
+from ziggurat.residency.ports import LayerKernels
 from ziggurat.residency.slots import SlotPool
 from ziggurat.residency.step import Arm, MissSettings
+from ziggurat.residency.streaming.layers import StreamedLayers
+from ziggurat.residency.streaming.ring import StagingRing
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Hooks:
 class Inline:
     """Layers, step runner and promotion of one service.
 
-    arena: as the device sees it. staging: see `StagedLayers`. batch: rows promoted at a time.
+    arena: as the device sees it. ring: for eager passes, see `StreamedLayers`. batch: rows promoted at a time.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Inline:
         fetcher: Fetcher,
         cache: InlineCache,
         arena: torch.Tensor,
-        staging: RowPool,
+        ring: StagingRing,
         max_tokens: int,
         consensus: Consensus,
         settings: MissSettings,
@@ -62,7 +63,7 @@ class Inline:
         self._rows = geometry.rows
         self._experts = geometry.experts
         state = InlineState(geometry.layers, geometry.experts, max_tokens, arena, slots.pool.tensor)
-        streamed = StagedLayers(geometry, kernels, slots.pool.tensor, staging, cache, state)
+        streamed = StreamedLayers(geometry, kernels, slots.pool, fetcher, state, ring)
         self.promoter = Promoter(cache, self._heat_of, batch, hooks.filled)
         self.layers = InlineLayers(geometry, kernels, slots, cache, state, streamed, self.promoter.want)
         self.runner = InlineStepRunner(

@@ -32,6 +32,7 @@ from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import PassPath, StepResult, StepTokens
 from ziggurat.residency.ports import RowPack, RowPool
 from ziggurat.residency.service import ExpertService, ServiceGeometry
+from ziggurat.residency.streaming.ring import StagingRing
 from ziggurat.stores.builder import build_pack
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.pack import Pack, RowRequest
@@ -44,8 +45,8 @@ ON_DEVICE = (
     False  # whether services that say nothing run their layers as on a device; the fixture `layers` sets it
 )
 MAX_TOKENS = 128
-STAGING = 2  # rows of the memory through which streamed layers pass
 PART_TOKENS = 40  # fewer than the tokens of the larger batches
+RING = (2, 3)  # parts and rows of staging memory of services whose layers run as on a device
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 12, 3, 64, 64
 
 
@@ -204,15 +205,15 @@ def open_tiers(
     )
     g = packs.geometry
     if inline and arena is not None:
-        staging = CpuPool(STAGING, pack.header.stride)
-        staging.tensor.fill_(0xFF)
-        options = {"mapped": MappedArena(arena.tensor), "staging": staging, **options}
+        options = {"mapped": MappedArena(arena.tensor), **options}
     if inline or (ON_DEVICE if on_device is None else on_device):
         sizes = ExpertGeometry(g.hidden, g.intermediate)
         kernels = CpuLayerKernels(
             get_codec(packs.codec), sizes, g.experts, g.top_k, clamp=g.clamp, part_tokens=PART_TOKENS
         )
-        options = {"kernels": kernels, "max_tokens": MAX_TOKENS, **options}
+        parts, rows = RING
+        ring = StagingRing([CpuPool(rows, pack.header.stride) for _ in range(parts)])
+        options = {"kernels": kernels, "ring": ring, "max_tokens": MAX_TOKENS, **options}
     return ExpertService(
         config,
         g,
