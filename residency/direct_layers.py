@@ -12,7 +12,12 @@ import numpy as np
 import torch
 
 from ziggurat.residency.errors import ConfigError
+from ziggurat.residency.geometry import ServiceGeometry
+from ziggurat.residency.host_cache import HostCache
+from ziggurat.residency.inline.choice import MappedArena
 from ziggurat.residency.passes import BoolArray
+from ziggurat.residency.ports import LayerKernels
+from ziggurat.residency.runtime_errors import UnsupportedDeviceError
 
 
 def direct_indices(wanted: Sequence[int], layer_ids: Sequence[int]) -> tuple[int, ...]:
@@ -40,6 +45,21 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}..{span[1]}" for span in spans)
 
 
+def _readable(kernels: LayerKernels | None, arena: MappedArena | None) -> torch.Tensor:
+    """The arena as `kernels` read it. UnsupportedDeviceError if they cannot."""
+    if kernels is None:
+        raise UnsupportedDeviceError(
+            "tiers.device.direct_layers: layers that a CPU computes read host memory anyway; take it out"
+        )
+    if arena is None or arena.view is None:
+        reason = "nobody offered the arena to the device" if arena is None else arena.reason
+        raise UnsupportedDeviceError(
+            f"tiers.device.direct_layers: kernels cannot read the arena in place: {reason}; set tiers.host.size and "
+            "tiers.host.on_limit so that it is page-locked, or take the layers out"
+        )
+    return arena.view
+
+
 class DirectLayers:
     """indices: of the layers. arena: uint8 [places, stride] as the device sees it.
 
@@ -48,19 +68,20 @@ class DirectLayers:
 
     def __init__(
         self,
-        layers: int,
-        experts: int,
+        geometry: ServiceGeometry,
         indices: Sequence[int],
         arena: torch.Tensor,
         places: Mapping[int, int],
         device: torch.device,
     ) -> None:
         self.arena = arena
-        self.mask: BoolArray = np.zeros(
-            (layers, 1), dtype=np.bool_
-        )  # bool [L, 1], to be combined with slot tables
+        self.keys = frozenset(places)
+        #: bool [L, 1], to be combined with slot tables
+        self.mask: BoolArray = np.zeros((geometry.layers, 1), dtype=np.bool_)
         self.mask[list(indices)] = True
-        found = [[places[layer * experts + expert] for expert in range(experts)] for layer in indices]
+        found = [
+            [places[geometry.key(layer, expert)] for expert in range(geometry.experts)] for layer in indices
+        ]
         with torch.inference_mode(False):
             tables = torch.tensor(found, dtype=torch.int32, device=device)
         self._slots = dict(zip(indices, tables.unbind(0), strict=True))
@@ -68,3 +89,24 @@ class DirectLayers:
     def slots_of(self, layer: int) -> torch.Tensor | None:
         """int32 [E]: the places of a layer, or None if it is not direct. The same memory at every call."""
         return self._slots.get(layer)
+
+
+def open_direct(
+    wanted: Sequence[int],
+    geometry: ServiceGeometry,
+    kernels: LayerKernels | None,
+    arena: MappedArena | None,
+    cache: HostCache,
+    device: torch.device,
+) -> DirectLayers | None:
+    """Read the rows of the layers `wanted`, by the model's own numbers, into fixed places of `cache`; None for none.
+
+    ConfigError for a number that is no MoE layer, UnsupportedDeviceError if `kernels` cannot read the arena,
+    HostCacheError if it has too few places or a row cannot be read.
+    """
+    indices = direct_indices(wanted, geometry.layer_ids)
+    if not indices:
+        return None
+    view = _readable(kernels, arena)
+    keys = [geometry.key(layer, expert) for layer in indices for expert in range(geometry.experts)]
+    return DirectLayers(geometry, indices, view, cache.fix(keys), device)

@@ -16,16 +16,17 @@ import torch
 from ziggurat.allocators.errors import AllocatorError
 from ziggurat.allocators.pageable import PageableArena
 from ziggurat.kernels.cpu import moe as cpu_ops
-from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.account import Account
 from ziggurat.residency.background import BackgroundThread
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, NoConsensus
 from ziggurat.residency.device_layer import DeviceLayers
 from ziggurat.residency.device_state import DeviceState
+from ziggurat.residency.direct_layers import open_direct
 from ziggurat.residency.errors import ResidencyError
 from ziggurat.residency.fetch import Entry, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
+from ziggurat.residency.geometry_check import check_geometry
 from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
 from ziggurat.residency.inline.cache import InlineCache
@@ -48,7 +49,7 @@ from ziggurat.residency.passes import (
 from ziggurat.residency.policies.registry import make_policy
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.preheat import Preheater
-from ziggurat.residency.runtime_errors import GeometryMismatchError, StepError
+from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.slots import SlotPool, SlotTable
 from ziggurat.residency.step import MissSettings, StepRunner
 from ziggurat.residency.streaming.layers import StreamedLayers
@@ -96,6 +97,7 @@ class ExpertService:
     ring: staging memory through which rows that only a prompt wants pass; the service's from here on.
     max_tokens: rows of the largest batch that `moe` is called with; ring and max_tokens are of interest with kernels.
     mapped: the arena as the device of the kernels sees it, so that layers can fetch rows by themselves; needs a ring.
+    Layers without slots (`tiers.device.direct_layers`) are read there, too: HostCacheError if their rows cannot be.
     slot_seed: hand free slots out in a shuffled order (results do not depend on it; determinism tests use it).
     replay_enabled, consensus_enabled: switches of negative controls; False makes results wrong or ranks diverge.
     """
@@ -121,7 +123,7 @@ class ExpertService:
         replay_enabled: bool = True,
         consensus_enabled: bool = True,
     ) -> None:
-        _check_geometry(geometry, codec, pack, pool, consensus)
+        check_geometry(geometry, codec, pack, pool, consensus)
         readers = config.tiers.disk.readers
         if arena is None:
             arena = PageableArena(readers, pack.header.stride)
@@ -159,6 +161,10 @@ class ExpertService:
             pack, arena, make_policy(config.policy.eviction), experts=geometry.experts, staging=readers
         )
         self._fetcher = Fetcher(self.slots, self.cache)
+        direct = open_direct(
+            config.tiers.device.direct_layers, geometry, kernels, mapped, self.cache, pool.device
+        )
+        self._direct_keys: frozenset[int] = frozenset() if direct is None else direct.keys
         settings = MissSettings(
             PassMode.REPLAY if self.choice.serving == "replay" else PassMode.INLINE,
             config.miss.max_replays,
@@ -187,6 +193,7 @@ class ExpertService:
                 self.heat,
                 readers,
                 Hooks(self._arm, self.collect, lambda report: self._account.filled(report)),
+                direct,
             )
             self._layers, self._runner = self._inline.layers, self._inline.runner
         else:
@@ -196,13 +203,16 @@ class ExpertService:
                 state = DeviceState(geometry.layers, geometry.experts, max_tokens, pool.device)
                 streamed = None
                 if ring is not None:
-                    streamed = StreamedLayers(geometry, kernels, pool, self._fetcher, state, ring)
-                self._layers = DeviceLayers(geometry, kernels, self.slots, self._fetcher, state, streamed)
+                    streamed = StreamedLayers(geometry, kernels, pool, self._fetcher, state, ring, direct)
+                self._layers = DeviceLayers(
+                    geometry, kernels, self.slots, self._fetcher, state, streamed, direct
+                )
             self._runner = StepRunner(
                 geometry, self.slots, self._fetcher, consensus, settings, self._layers, self._arm
             )
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
         self._account.serving(self.choice.serving)
+        self._account.direct(len(self._direct_keys))
         if self._inline is not None:
             self._account.follow(self._inline.layers.counts)
         self._account.gauges(with_heat=True)
@@ -271,8 +281,9 @@ class ExpertService:
         if self._heat_path is not None:
             note = self._log(load_heat(self._heat_path, self._heat_key, self.heat))
         ranked = self.heat.order() if self._config.heat.warm_start else []
-        if self.slots.slots >= self.geometry.rows or self._fills_arena:
-            known = dict(ranked)
+        ranked = [(key, heat) for key, heat in ranked if key not in self._direct_keys]
+        if self.slots.slots >= self.geometry.rows - len(self._direct_keys) or self._fills_arena:
+            known = {key for key, _ in ranked} | self._direct_keys
             ranked += [(key, 0.0) for key in range(self.geometry.rows) if key not in known]
         hottest = dict(ranked[: self.slots.slots])
         self._take_slots()
@@ -472,28 +483,3 @@ def _heat_file(pack: RowPack, folder: Path | None) -> tuple[HeatKey, Path | None
     h = pack.header
     key = HeatKey(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
     return key, None if folder is None else folder / key.filename(h.tp_rank, h.tp_size)
-
-
-def _check_geometry(
-    geometry: ServiceGeometry, codec: RowCodec, pack: RowPack, pool: RowPool, consensus: Consensus
-) -> None:
-    """GeometryMismatchError unless all parts speak of the same rows."""
-    h = pack.header
-    expert = ExpertGeometry(geometry.hidden, geometry.intermediate)
-    facts = {
-        "layers": (h.layers, geometry.layers),
-        "experts": (h.experts, geometry.experts),
-        "hidden": (h.hidden, geometry.hidden),
-        "intermediate": (h.intermediate, geometry.intermediate * consensus.size),
-        "layer_ids": (h.layer_ids, geometry.layer_ids),
-        "tensor-parallel rank": (h.tp_rank, consensus.rank),
-        "tensor-parallel size": (h.tp_size, consensus.size),
-        "codec": (h.codec, codec.name),
-        "row_bytes": (h.row_bytes, codec.row_bytes(expert)),
-        "stride": (h.stride, pool.stride),
-    }
-    for name, (packed, wanted) in facts.items():
-        if packed != wanted:
-            raise GeometryMismatchError(f"the pack has {name} {packed}, this service needs {wanted}")
-    if min(geometry.layers, geometry.experts, geometry.top_k) < 1:
-        raise GeometryMismatchError(f"a model needs layers, experts and top_k of at least 1, not {geometry}")

@@ -111,11 +111,11 @@ class InlineCache(HostCache):
         return brought
 
     def retire(self, keys: Iterable[int]) -> int:
-        """Evict rows, except those that are being copied out of. How many have left."""
+        """Evict rows, except those that are being copied out of, and fixed ones. How many have left."""
         left = 0
         with self._changed:
             for key in keys:
-                if key in self._place_of and self.quiet(self._place_of[key]):
+                if key in self._place_of and key not in self._fixed and self.quiet(self._place_of[key]):
                     self._retire(key)
                     left += 1
             self._rest()

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ziggurat.kernels.admission import CLOCK
 from ziggurat.residency.device_layer import LateCounts
 from ziggurat.residency.device_state import Counted
+from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.inline.cache import InlineCache
 from ziggurat.residency.inline.state import Events, InlineState, Passed
@@ -43,7 +45,8 @@ class InlineLayers:
     Two kinds of passes: those of mode REPLAY leave everything to the device, with or without a captured graph; those
     of mode INLINE are `streamed`, and change no slot.
 
-    want: called with the keys of rows that have left the pool and are not in the arena either.
+    want: called with the keys of rows that have left the pool and are not in the arena either. direct: layers that
+    have no slots, and are read in place.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class InlineLayers:
         state: InlineState,
         streamed: StreamedLayers,
         want: Callable[[Iterable[int]], None],
+        direct: DirectLayers | None = None,
     ) -> None:
         self.defers = True
         self.counts = InlineCounts()
@@ -65,6 +69,7 @@ class InlineLayers:
         self._device = state
         self._streamed = streamed
         self._want = want
+        self._direct = direct
         self._streaming = False
         self._pass: int | None = (
             None  # epoch of the pass that was launched last, until it is learned or deferred
@@ -106,6 +111,21 @@ class InlineLayers:
         self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         device = self._device
+        places = None if self._direct is None else self._direct.slots_of(layer)
+        if places is not None and self._direct is not None:
+            if layer == 0:  # which would have advanced the clock, in a pass with live tokens
+                device.admission.state[CLOCK : CLOCK + 1].add_(device.live.clamp(max=1))
+            return self._kernels.run(
+                x,
+                topk_weights,
+                topk_ids,
+                slots=places,
+                pool=self._direct.arena,
+                live=device.live,
+                prefill=device.prefill,
+                counts=device.counts_of[layer],
+                tally=device.tally,
+            )
         return self._kernels.run(
             x,
             topk_weights,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ziggurat.residency.consensus import Consensus
+from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.fetch import Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.heat import HeatMap
@@ -40,6 +41,7 @@ class Inline:
     """Layers, step runner and promotion of one service.
 
     arena: as the device sees it. ring: for eager passes, see `StreamedLayers`. batch: rows promoted at a time.
+    direct: layers without slots.
     """
 
     def __init__(
@@ -57,15 +59,18 @@ class Inline:
         heat: HeatMap,
         batch: int,
         hooks: Hooks,
+        direct: DirectLayers | None = None,
     ) -> None:
         self._cache = cache
         self._heat = heat
         self._rows = geometry.rows
         self._experts = geometry.experts
         state = InlineState(geometry.layers, geometry.experts, max_tokens, arena, slots.pool.tensor)
-        streamed = StreamedLayers(geometry, kernels, slots.pool, fetcher, state, ring)
+        streamed = StreamedLayers(geometry, kernels, slots.pool, fetcher, state, ring, direct)
         self.promoter = Promoter(cache, self._heat_of, batch, hooks.filled)
-        self.layers = InlineLayers(geometry, kernels, slots, cache, state, streamed, self.promoter.want)
+        self.layers = InlineLayers(
+            geometry, kernels, slots, cache, state, streamed, self.promoter.want, direct
+        )
         self.runner = InlineStepRunner(
             geometry,
             slots,
