@@ -77,7 +77,6 @@ class Inline:
             hooks.arm,
             settle=hooks.settle,
             report=hooks.filled,
-            part_tokens=kernels.part_tokens,
         )
         self.layers.hand_over(None)
 

@@ -37,7 +37,6 @@ class InlineStepRunner(StepRunner):
     """Runs steps over `InlineLayers`.
 
     settle: books deferred passes, waiting for them. report: hears of rows that were read into the arena.
-    part_tokens: of the kernels; a larger batch is streamed, since a layer admits once.
     """
 
     def __init__(
@@ -53,14 +52,12 @@ class InlineStepRunner(StepRunner):
         *,
         settle: Callable[[], None],
         report: Callable[[FillReport], None],
-        part_tokens: int,
     ) -> None:
         super().__init__(geometry, slots, fetcher, consensus, settings, layers, arm)
         self._inline = layers
         self._cache = cache
         self._settle = settle
         self._report = report
-        self._part_tokens = part_tokens
         self._least_slots: int | None = None  # of all ranks
         self._may_be_sure: bool | None = (
             None  # whether every rank has room for every row in its arena or pool
@@ -106,7 +103,10 @@ class InlineStepRunner(StepRunner):
         if self._least_slots is None:
             self._least_slots = min(self._consensus.gather(self._slots.slots))
         g = self._geometry
-        if tokens.count > self._part_tokens or min(g.experts, tokens.count * g.top_k) > self._least_slots:
+        if (
+            tokens.count > self._inline.most_tokens
+            or min(g.experts, tokens.count * g.top_k) > self._least_slots
+        ):
             return True
         if tokens.prefill is None or self._least_slots >= g.rows:
             return False
@@ -143,6 +143,7 @@ class InlineStepRunner(StepRunner):
                 self._bring(state)
                 return StepResult(value, "tolerated", passes, step.missed_pairs)
             if passes > self._settings.max_replays or not self._brought(state):
+                self._inline.promote(state.missed)  # the next step is likely to want the same experts
                 break
         return self._run_inline(forward, step, passes, "exact")
 
