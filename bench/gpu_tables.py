@@ -184,7 +184,10 @@ def profile(result: Mapping[str, Any], markdown: Markdown) -> str:
         ),
     ]
     trials = [
-        [trial["change"], f"{trial['tokens_1']:.1f} us", f"{trial['tokens_8']:.1f} us"]
+        [
+            trial["change"],
+            *("" if us is None else f"{us:.1f} us" for us in (trial["tokens_1"], trial["tokens_8"])),
+        ]
         for trial in result["trials"]
     ]
     title = f"`{kernel['name']}`, {kernel['tokens']} tokens, {kernel['state']}"

@@ -22,6 +22,7 @@ from bench.random_rows import random_rows  # noqa: E402
 from ziggurat.allocators.cuda_pool import CudaPool  # noqa: E402
 from ziggurat.allocators.movers import BatchedCopies, SingleCopies  # noqa: E402
 from ziggurat.allocators.pinned import PinnedArena  # noqa: E402
+from ziggurat.kernels.admission import Admission, make_admission  # noqa: E402
 from ziggurat.kernels.codecs.registry import codec_names, get_codec  # noqa: E402
 from ziggurat.kernels.cpu.layer import CpuLayerKernels  # noqa: E402
 from ziggurat.kernels.cuda import driver, launch, manifest  # noqa: E402
@@ -38,6 +39,8 @@ EXPERTS, TOP_K = 64, 2
 #: One block lists the work of up to 128 tokens of these sizes; decode GEMMs run up to 256, prefill GEMMs beyond.
 TOKENS = (1, 3, 8, 17, 130, 300)
 PIECE = 16
+#: What the device and the twin have to agree on after admitted layers.
+STATE = ("table", "owners", "heat", "last", "state", "log")
 CLAMP = 7.0
 #: 16-bit activations against the CPU's: both round the hidden activations to 16 bits, sums differ in their order.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -82,6 +85,38 @@ class Case:
         )
         return out.cpu(), counts.cpu(), tally.cpu()
 
+    def admitted(
+        self, kernels: LayerKernels, device: torch.device, room: int
+    ) -> tuple[torch.Tensor, Admission]:
+        """Twice the layer that admits its experts, the second of two, into `room` slots; the later one, and the state.
+
+        The last expert's row is not in the arena; the first call is of one token.
+        """
+        x, weights, ids, live = (t.to(device) for t in (self.x, self.weights, self.ids, self.live))
+        stride = self.pool.shape[1]
+        arena = PinnedArena(EXPERTS, stride)
+        arena.tensor.copy_(self.pool[self.slots.clamp(min=0).long()])
+        pool = torch.full((room, stride), 0xFF, dtype=torch.uint8, device=device)
+        state = make_admission(2, EXPERTS, arena.tensor, pool)
+        state.places[EXPERTS:-1] = torch.arange(EXPERTS - 1, dtype=torch.int32, device=device)
+        for tokens in (1, len(x)):
+            out = kernels.run(
+                x[:tokens],
+                weights[:tokens],
+                ids[:tokens],
+                slots=state.table[1],
+                pool=pool,
+                live=live.clamp(max=tokens),
+                prefill=None,
+                counts=None,
+                tally=None,
+                admission=state,
+                layer=1,
+            )
+        found = out.cpu()
+        arena.close()
+        return found, state
+
     def pieces(self, kernels: LayerKernels, device: torch.device) -> torch.Tensor:
         """The layer a few experts at a time; on the host."""
         x, weights, ids, live = (t.to(device) for t in (self.x, self.weights, self.ids, self.live))
@@ -122,6 +157,16 @@ def layers() -> list[str]:
                 wrong.append(f"{name}: relative error {error:.1e}")
             if not torch.equal(found[0].view(torch.int16), case.pieces(ours, DEVICE).view(torch.int16)):
                 wrong.append(f"{name}: a layer in pieces has other bits")
+            for room in (min(EXPERTS, TOP_K * tokens), 3 * EXPERTS):
+                out, state = case.admitted(ours, DEVICE, room)
+                _, twin = case.admitted(reference, torch.device("cpu"), room)
+                if not torch.equal(found[0].view(torch.int16), out.view(torch.int16)):
+                    wrong.append(f"{name}: admitted into {room} slots, a layer has other bits")
+                wrong += [
+                    f"{name}: admitted into {room} slots, {part} differs from the twin's"
+                    for part in STATE
+                    if not torch.equal(getattr(state, part).cpu(), getattr(twin, part))
+                ]
             if not (torch.equal(found[1], wanted[1]) and torch.equal(found[2], wanted[2])):
                 wrong.append(f"{name}: counts or tally differ")
     return wrong

@@ -2,7 +2,8 @@
 
 A layer is four kernels: route (from ids to a list of work, activations to operand form), gate and up with the SwiGLU
 behind them, down, combine. Each may start while the one before it ends and waits itself (programmatic dependent
-launch). Nothing here waits for the device, and nothing but the result is allocated.
+launch). A layer that is admitted makes its experts resident in route, and has a fifth kernel behind that, which copies
+their rows. Nothing here waits for the device, and nothing but the result is allocated.
 """
 
 from __future__ import annotations
@@ -16,6 +17,14 @@ import torch
 from ziggurat.kernels.admission import Admission
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.cuda import driver, library, workspace
+from ziggurat.kernels.cuda.admission import (
+    GATHER_BLOCKS,
+    GATHER_THREADS,
+    AdmissionParams,
+    AdmittedLayers,
+    blocks_beside,
+    mapped_address,
+)
 from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.cuda.launch import Kernel
 from ziggurat.kernels.cuda.params import LayerParams, Mode
@@ -30,6 +39,7 @@ _PREFILL_THREADS: Final = 256
 _PREFILL_PAIRS: Final = 64
 _COMBINE_THREADS: Final = 128
 _ROUTE_WARPS: Final = 32
+_HOST_DECIDES: Final = AdmissionParams()
 _OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _IO: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
 # Bytes of a decode warp's ring of two stages: Ring::BYTES in src/decode.cuh.
@@ -114,6 +124,7 @@ class CudaLayerKernels:
         self._load(codec, index, source or _Images())
         self._params = self._workspace(codec)
         self._params.limit = math.inf if clamp is None else clamp
+        self._admitted: AdmittedLayers | None = None
 
     def _load(self, codec: str, index: int, source: KernelSource) -> None:
         """Every kernel, so that nothing is loaded during a capture."""
@@ -141,6 +152,12 @@ class CudaLayerKernels:
         self._large_route_shared = (_ROUTE_WARPS + 5) * self.experts * 4
         self._large_route.reserve_shared(self._large_route_shared)
         self._combine = source.kernel(f"combine_{io}", index)
+        self._gather = source.kernel("gather_missing", index)
+        decode = self._decode
+        self._beside = blocks_beside(self._gather, decode.gate_up, decode.threads, decode.gate_up_blocks)
+        # One token's GEMMs need no list where every block has one unit of work: none whose row is there waits.
+        units = self.top_k * -(-self.geometry.intermediate // decode.gate_up_rows)
+        self._admits_direct = units <= decode.gate_up_blocks
 
     def _workspace(self, codec: str) -> LayerParams:
         g = self.geometry
@@ -192,8 +209,11 @@ class CudaLayerKernels:
         if admission is not None:
             raise LayerError("layers on a GPU are not admitted yet")
         x, topk_weights, topk_ids = self._checked(x, topk_weights, topk_ids)
-        out = torch.empty_like(x)
         p = self._params
+        p.admission = (
+            _HOST_DECIDES if admission is None else self._admission(admission, layer, x, slots, pool)
+        )
+        out = torch.empty_like(x)
         p.slots, p.live, p.mode = slots.data_ptr(), live.data_ptr(), Mode.WHOLE
         p.pool, p.stride = pool.data_ptr(), pool.stride(0)
         p.counts = None if counts is None else counts.data_ptr()
@@ -203,12 +223,26 @@ class CudaLayerKernels:
         for first in range(0, tokens, self.part_tokens):
             count = min(self.part_tokens, tokens - first)
             self._point_at(x, topk_weights, topk_ids, first, count)
-            p.direct = tokens == 1
+            p.direct = tokens == 1 and (admission is None or self._admits_direct)
             p.prefill = None if prefill is None else prefill.data_ptr() + first
             self._route(gemms, count, count)
-            self._multiply(gemms, count)
+            if admission is not None:
+                self._gather.launch(GATHER_BLOCKS, GATHER_THREADS, p, dependent=True)
+            self._multiply(gemms, count, admission is not None)
             self._sum(out, first, count)
         return out
+
+    def _admission(
+        self, admission: Admission, layer: int, x: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor
+    ) -> AdmissionParams:
+        if x.shape[0] > self.part_tokens:
+            raise LayerError(
+                f"{x.shape[0]} tokens in an admitted layer: the workspace holds {self.part_tokens}"
+            )
+        if self._admitted is None or self._admitted.admission is not admission:
+            arena = mapped_address(admission.arena, self.device.index)
+            self._admitted = AdmittedLayers(admission, self.experts, arena)
+        return self._admitted.view(layer, slots, pool)
 
     def begin(self, x: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor) -> None:
         """Start a layer that is computed in several chunks of experts. At most `part_tokens` tokens."""
@@ -217,6 +251,7 @@ class CudaLayerKernels:
             raise LayerError(f"{x.shape[0]} tokens at once: the workspace holds {self.part_tokens}")
         x, _, topk_ids = self._checked(x, None, topk_ids)
         p.live, p.mode, p.direct = live.data_ptr(), Mode.BEGIN, 0
+        p.admission = _HOST_DECIDES
         self._point_at(x, None, topk_ids, 0, x.shape[0])
         self._route(self._gemms(x.shape[0]), x.shape[0], x.shape[0])
 
@@ -233,11 +268,12 @@ class CudaLayerKernels:
         p = self._params
         x, _, topk_ids = self._checked(x, None, topk_ids)
         p.slots, p.live, p.mode, p.direct = slots.data_ptr(), live.data_ptr(), Mode.ADD, 0
+        p.admission = _HOST_DECIDES
         p.pool, p.stride = pool.data_ptr(), pool.stride(0)
         self._point_at(x, None, topk_ids, 0, x.shape[0])
         gemms = self._gemms(x.shape[0])
         self._route(gemms, x.shape[0], 0)
-        self._multiply(gemms, x.shape[0])
+        self._multiply(gemms, x.shape[0], admitted=False)
 
     def finish(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor
@@ -287,15 +323,19 @@ class CudaLayerKernels:
         kernel = self._small_route if small else self._large_route
         self._params.entry_pairs = gemms.entry_pairs
         blocks = 1 if kernel.name.endswith("plain") else 1 + prepared
+        self._params.route_blocks = blocks
         kernel.launch(
             blocks, 256 if small else 1024, self._params, shared=0 if small else self._large_route_shared
         )
 
-    def _multiply(self, gemms: _Gemms, tokens: int) -> None:
+    def _multiply(self, gemms: _Gemms, tokens: int, admitted: bool) -> None:
         g, pairs = self.geometry, tokens * self.top_k
         entries = min(pairs, self.experts + pairs // gemms.entry_pairs)  # at most
+        gate_up_blocks = gemms.gate_up_blocks
+        if admitted and gemms is self._decode and not self._params.direct:
+            gate_up_blocks = self._beside
         for kernel, size, rows, blocks in (
-            (gemms.gate_up, g.intermediate, gemms.gate_up_rows, gemms.gate_up_blocks),
+            (gemms.gate_up, g.intermediate, gemms.gate_up_rows, gate_up_blocks),
             (gemms.down, g.hidden, gemms.down_rows, gemms.down_blocks),
         ):
             grid = max(1, min(blocks, entries * -(-size // rows)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from enum import IntEnum
 
+from ziggurat.kernels.cuda.admission import AdmissionParams
+
 
 class Mode(IntEnum):
     """What a route kernel does: a whole layer's list, none (forget all pairs), or one more chunk of experts."""
@@ -52,4 +54,6 @@ class LayerParams(ctypes.Structure):
         ("entry_pairs", ctypes.c_int32),
         ("direct", ctypes.c_int32),
         ("limit", ctypes.c_float),
+        ("route_blocks", ctypes.c_int32),
+        ("admission", AdmissionParams),
     ]

@@ -8,8 +8,8 @@ from ziggurat.kernels.codecs.layout import TILE_K
 from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.geometry import ExpertGeometry
 
-#: Contributions that a workspace aims to hold; larger batches are computed in parts. Each part of a batch reads the
-#: experts once more, over the link if they are not on the device: 8192 tokens of DeepSeek-V4-Flash need 768 MiB.
+#: Contributions that a workspace aims to hold; larger batches are computed in parts, and every part reads (or, where
+#: they are streamed, fetches) all weights once more. It is only as large as the largest batch asks for.
 PARTIAL_BYTES: Final = 1 << 30
 #: Pairs of a call up to which one small block makes the list of work.
 SMALL_ROUTE_PAIRS: Final = 256
@@ -54,7 +54,7 @@ def workspace_items(
         "activations": (tokens * geometry.hidden, 2),
         "activation_scale": (tokens * -(-geometry.hidden // 128), 4),
         "entries": (entries * 4, 4),
-        "entry_count": (1, 4),
+        "entry_count": (3, 4),
         "pairs": (2 * max(pairs, SMALL_ROUTE_PAIRS * DECODE_PAIRS), 4),
         "done": (pairs, 1),
         "hidden": (pairs * geometry.intermediate, 2),

@@ -42,11 +42,12 @@ def over_rows(
     return made
 
 
-def copied(admission: Admission, **changes: torch.Tensor) -> Admission:
+def copied(admission: Admission, **changes: Any) -> Admission:
     """The same contents in tensors of its own, but for those given."""
     parts: dict[str, Any] = {f.name: getattr(admission, f.name) for f in fields(admission)}
-    own = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in parts.items()}
-    return Admission(**(own | changes))
+    own: dict[str, Any] = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in parts.items()}
+    own.update(changes)
+    return Admission(**own)
 
 
 def differences(a: Admission, b: Admission) -> list[str]:

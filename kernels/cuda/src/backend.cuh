@@ -6,18 +6,6 @@
 #include "params.cuh"
 #include "route.cuh"
 
-// Past the L1, for what the kernel before this one has written.
-DEV uint4 load_fresh(const uint4* at) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
-}
-DEV u32 load_fresh(const u32* at) {
-    u32 v;
-    asm volatile("ld.global.cg.u32 %0,[%1];" : "=r"(v) : "l"(at));
-    return v;
-}
-
 DEV int2 column_pair(const Params& p, const Entry& entry, i32 column) { // pair and token
     if (p.direct) return make_int2(entry.begin, entry.begin / p.top_k);
     return p.pairs[entry.begin + min(column, entry.count - 1)];

@@ -33,6 +33,23 @@ DEV u32 load_stream(const u32* at) {
     return v;
 }
 
+// Past the L1, for what the kernel before this one has written.
+DEV uint4 load_fresh(const uint4* at) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+DEV uint2 load_fresh(const uint2* at) {
+    uint2 v;
+    asm volatile("ld.global.cg.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "l"(at));
+    return v;
+}
+DEV u32 load_fresh(const u32* at) {
+    u32 v;
+    asm volatile("ld.global.cg.u32 %0,[%1];" : "=r"(v) : "l"(at));
+    return v;
+}
+
 // 16 bytes from global to shared memory, past registers and L1. Groups of copies are waited for in order.
 DEV void copy_async(void* shared, const void* global) {
     u32 at = (u32)__cvta_generic_to_shared(shared);

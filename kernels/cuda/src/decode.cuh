@@ -22,12 +22,21 @@ struct Share {
 };
 
 // An entry of the list of work. With one token (`direct`) there is no need for a list: its pairs are the entries, known
-// before the route kernel has run, so that weights can be asked for at once. A pair without a slot has no columns then.
+// before the route kernel has run, so that weights can be asked for at once. A pair without a slot has no columns then;
+// in an admitted layer it may get one, whose row is there when the kernel before this one has ended.
 DEV i32 entry_count(const Params& p) { return p.direct ? p.tokens * p.top_k : *p.entry_count; }
+template <bool AWAIT> // rows that are still on their way
 DEV Entry entry_at(const Params& p, i32 number) {
-    if (!p.direct) return p.entries[number];
+    if (!p.direct) {
+        if (AWAIT && number >= p.entry_count[RESIDENT]) wait_for_previous();
+        return p.entries[number];
+    }
     const i32 e = number < live_tokens(p) * p.top_k ? expert_of(p, number) : -1;
-    const i32 slot = e < 0 ? -1 : p.slots[e];
+    i32 slot = e < 0 ? -1 : AWAIT ? (i32)load_fresh((const u32*)p.slots + e) : slot_now(p, e);
+    if (AWAIT && slot < 0 && e >= 0 && admitted(p)) {
+        wait_for_previous();
+        slot = slot_now(p, e);
+    }
     return Entry{max(slot, 0), number, slot >= 0, e};
 }
 
@@ -43,6 +52,7 @@ struct Unit {
 template <int COUNT>
 struct GateUpUnits {
     static constexpr int TILES = COUNT;
+    static constexpr bool AWAIT = true;
     DEV i32 blocks(const Params& p) { return p.inter / TILE_ROWS / (COUNT / 2); }
     DEV i32 k_tiles(const Params& p) { return p.hidden_size / TILE_K; }
     DEV void locate(const Params& p, Unit& u) {
@@ -59,6 +69,7 @@ struct GateUpUnits {
 template <int COUNT>
 struct DownUnits {
     static constexpr int TILES = COUNT;
+    static constexpr bool AWAIT = false;
     DEV i32 blocks(const Params& p) { return (p.hidden_size / TILE_ROWS + COUNT - 1) / COUNT; }
     DEV i32 k_tiles(const Params& p) { return p.inter / TILE_K; }
     DEV void locate(const Params& p, Unit& u) {
@@ -93,7 +104,7 @@ struct Walk {
     }
     __device__ __forceinline__ Unit unit(const Params& p) const {
         Unit u;
-        u.entry = entry_at(p, entry);
+        u.entry = entry_at<Units::AWAIT>(p, entry);
         u.block = block;
         u.m.k_tiles = Units::k_tiles(p);
         Units::locate(p, u);
@@ -327,10 +338,13 @@ DEV void gate_up_decode(const Params& p) {
     __shared__ float shared[DECODE_WARPS][TILES][128];
     const i32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const Share share(Units::k_tiles(p), warp);
-    if (!p.direct) wait_for_previous();
+    if (!p.direct) wait_for_list(p);
     Walk<Units> walk(p, entry_count(p));
     Multiplier<B, Units> multiplier(p, share, ring_memory, warp, lane, walk);
-    if (p.direct) wait_for_previous();
+    if (counts_ready(p))
+        wait_until_ready(p);
+    else if (p.direct)
+        wait_for_previous();
     let_next_start();
     for (; walk.valid(); walk.advance(p)) {
         const Unit u = walk.unit(p);
@@ -361,6 +375,7 @@ DEV void gate_up_decode(const Params& p) {
             if (lane < 4 && column < u.entry.count) atomicMax(&p.hidden_amax[pair.x], amax);
         }
     }
+    wait_for_previous(); // whoever waits for this kernel relies on all before it
 }
 
 template <class B>
@@ -370,8 +385,13 @@ DEV void down_decode(const Params& p) {
     __shared__ float shared[DECODE_WARPS][TILES][128];
     const i32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     // The list of work is older than the kernel before this one, whose blocks had all waited for it; so weights may
-    // be asked for while that kernel still runs. `Hidden` waits before it reads what that kernel writes.
+    // be asked for while that kernel still runs, unless there are rows that it had to wait for itself. `Hidden` waits
+    // before it reads what that kernel writes.
     const Share share(Units::k_tiles(p), warp);
+    if (admitted(p)) {
+        const uint2 count = load_fresh((const uint2*)p.entry_count);
+        if (count.x > count.y) wait_for_previous();
+    }
     Walk<Units> walk(p, entry_count(p));
     Multiplier<B, Units> multiplier(p, share, ring_memory, warp, lane, walk);
     bool waited = false;

@@ -17,8 +17,9 @@
         } else {                                                                                                       \
             route_small(p);                                                                                            \
         }                                                                                                              \
+        tell_ready(p);                                                                                                 \
     }                                                                                                                  \
-    KERNEL(route_large_##suffix, 1024) {                                                                               \
+    KERNEL(route_large_##suffix, 1024, 1) {                                                                            \
         extern __shared__ i32 shared[];                                                                                \
         wait_for_previous();                                                                                           \
         let_next_start();                                                                                              \
@@ -29,7 +30,17 @@
         } else {                                                                                                       \
             route_large(p, shared);                                                                                    \
         }                                                                                                              \
+        tell_ready(p);                                                                                                 \
     }
+
+// Between route and the GEMMs of an admitted layer. Rows that are in the pool are multiplied meanwhile: those GEMMs wait
+// for this kernel before the first row that is not, and at their end. Of one token, they do not even wait for route.
+KERNEL(gather_missing, GATHER_THREADS) {
+    if (p.direct) let_next_start();
+    wait_for_previous();
+    let_next_start();
+    copy_missing(p);
+}
 
 #define GEMMS(suffix, ...)                                                                                             \
     KERNEL(gate_up_decode_##suffix, DECODE_THREADS, __VA_ARGS__::BLOCKS) { gate_up_decode<__VA_ARGS__>(p); }    \

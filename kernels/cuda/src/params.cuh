@@ -6,6 +6,23 @@ struct Entry { // a resident expert and up to `entry_pairs` of its pairs
     i32 slot, begin, count, expert;
 };
 
+struct Admission { // the tensors of `ziggurat.kernels.admission`, seen by one of its layers
+    i32* table; // [L, E]; null: the host decides what is resident
+    i32* owners;
+    i32* heat;
+    i32* last;
+    const i32* places;
+    int2* copies;
+    i32* state;
+    int4* log;
+    const u8* arena;
+    u32 log_mask;
+    i32 slots;
+    i32 first_key; // of the layer: its number times E
+    i32 begins;    // whether it is the layer that begins a pass
+};
+enum { NOBODY = -1, WITHHELD = -2 }; // owners of slots without a row, and of those that are never used
+
 struct Params {
     const void* x;        // [T, H] 16-bit
     const float* weights; // [T, k]
@@ -20,7 +37,7 @@ struct Params {
     void* activations;    // what the GEMM reads: [T, H] f16 or e4m3, permuted in blocks of 32
     u32* activation_scale; // f16: [T] reciprocal scale (float); mx: [T, ceil(H / 128)] words of UE8M0
     Entry* entries;
-    i32* entry_count;
+    i32* entry_count; // [3]: entries; of these, the ones that come first and whose rows are in the pool; see READY
     int2* pairs;      // pair and token, by entry
     u8* done;         // [T * k] 1 = the pair's contribution is in `partial`
     u16* hidden;      // [T * k, I]
@@ -36,10 +53,47 @@ struct Params {
     i32 entry_pairs; // 8 (decode) or 64 (prefill)
     i32 direct;      // the pairs are the entries: decode GEMMs of one token
     float limit;
+    i32 route_blocks; // of the route kernel
+    Admission admission;
 };
 enum { WHOLE = 0, BEGIN = 1, ADD = 2 };
+constexpr i32 RESIDENT = 1, READY = 2; // words of entry_count
+
+constexpr i32 MAX_EXPERTS = 1024;
+
+DEV bool admitted(const Params& p) { return p.admission.table != nullptr; }
 
 DEV i32 live_tokens(const Params& p) {
     i32 n = *p.live - p.first;
     return n < 0 ? 0 : (n > p.tokens ? p.tokens : n);
+}
+
+// An admitted layer of one token asks for the rows that it has while the route kernel still runs, and the kernel before
+// it is the gather, which may take long; so blocks of the route kernel count themselves done here. `combine` starts over.
+DEV bool counts_ready(const Params& p) { return p.direct && admitted(p); }
+DEV void tell_ready(const Params& p) { // the whole block
+    if (!counts_ready(p)) return;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomicAdd(p.entry_count + READY, 1);
+    }
+}
+DEV i32 load_acquire(const i32* at) { // what is read from now on is no older, not even in the L1
+    i32 v;
+    asm volatile("ld.acquire.gpu.global.s32 %0,[%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+DEV void wait_until_ready(const Params& p) { // the whole block
+    if (threadIdx.x == 0)
+        while (load_acquire(p.entry_count + READY) < p.route_blocks) {}
+    __syncthreads();
+}
+// Gate and up: the kernel before is route. In an admitted layer it is the gather, which lets this one start when route
+// has ended; so there is nothing to wait for.
+DEV void wait_for_list(const Params& p) {
+    if (admitted(p))
+        load_acquire(p.entry_count);
+    else
+        wait_for_previous();
 }

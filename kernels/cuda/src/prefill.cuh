@@ -125,7 +125,10 @@ template <class B, bool DOWN>
 DEV void gemm_prefill(const Params& p) {
     __shared__ __align__(16) u8 stages[2][PREFILL_PAIRS * B::STAGE_ROW];
     __shared__ u32 stage_scales[2][PREFILL_PAIRS];
-    wait_for_previous();
+    if (DOWN)
+        wait_for_previous();
+    else
+        wait_for_list(p);
     let_next_start();
     const i32 warp = threadIdx.x >> 5;
     const i32 matrix_tiles = (DOWN ? p.hidden_size : p.inter) / TILE_ROWS;
@@ -135,6 +138,7 @@ DEV void gemm_prefill(const Params& p) {
     m.k_tiles = (DOWN ? p.inter : p.hidden_size) / TILE_K;
     for (i32 unit = blockIdx.x; unit < units; unit += gridDim.x) {
         const i32 number = unit / blocks, block = unit - number * blocks;
+        if (!DOWN && number >= p.entry_count[RESIDENT]) wait_for_previous(); // for a row that is still on its way
         const i32 wanted = DOWN ? block * per_block + 2 * warp : block * per_block + warp;
         PrefillUnit u;
         u.entry = p.entries[number];
@@ -150,4 +154,5 @@ DEV void gemm_prefill(const Params& p) {
         else
             prefill_unit<B, DOWN, PREFILL_PAIRS / 8>(p, m, u, stages, stage_scales);
     }
+    if (!DOWN) wait_for_previous(); // whoever waits for this kernel relies on all before it
 }

@@ -1,7 +1,8 @@
 // From a layer's routing to a list of work, and the activations as the matrix instructions want them. Block 0 makes the
-// list; block 1 + t prepares token t.
+// list; block 1 + t prepares token t. An admitted layer makes its experts resident first; entries whose rows are still to
+// be copied then come last.
 #pragma once
-#include "params.cuh"
+#include "admit.cuh"
 
 DEV i32 expert_of(const Params& p, i32 pair) {
     i64 id = p.ids_are_64 ? ((const i64*)p.ids)[pair] : (i64)((const i32*)p.ids)[pair];
@@ -14,14 +15,18 @@ DEV bool is_prefill(const Params& p, i32 pair) { return p.prefill != nullptr && 
 DEV void route_small(const Params& p) {
     __shared__ i32 expert[256];
     __shared__ i32 rank[256];
-    __shared__ u32 starts[8];
+    __shared__ u32 starts[2][8]; // of entries: rows in the pool, rows on their way
     __shared__ i32 missing, invalid;
-    const i32 tid = threadIdx.x, lane = tid & 31, pairs = p.tokens * p.top_k;
-    const bool live = tid < live_tokens(p) * p.top_k;
+    __shared__ ExpertSet used, absent;
+    const i32 tid = threadIdx.x, lane = tid & 31, pairs = p.tokens * p.top_k, lives = live_tokens(p);
+    const bool live = tid < lives * p.top_k;
     const i32 e = live ? expert_of(p, tid) : -1;
-    const i32 slot = e >= 0 ? p.slots[e] : -1;
+    i32 slot = e >= 0 ? p.slots[e] : -1;
+    const Use use(p, e);
+    const i32 clock = admitted(p) ? clock_now(p, lives > 0) : 0;
     expert[tid] = e;
     if (tid == 0) missing = invalid = 0;
+    if (tid < MAX_EXPERTS / 32) used.words[tid] = absent.words[tid] = 0;
     if (p.mode == WHOLE && p.counts && p.first == 0)
         for (i32 i = tid; i < p.experts * 2; i += blockDim.x) p.counts[i] = 0;
     __syncthreads();
@@ -34,9 +39,22 @@ DEV void route_small(const Params& p) {
         decode += same && !is_prefill(p, q);
     }
     rank[tid] = before;
+    bool arrives = false;
+    if (admitted(p)) {
+        if (e >= 0 && before == 0) {
+            used.add(e);
+            if (slot < 0) absent.add(e);
+            use.note(p, clock, e, decode);
+        }
+        const bool lacks = __syncthreads_or(e >= 0 && slot < 0);
+        if (admit(p, clock, lacks, used, absent) && e >= 0 && slot < 0) {
+            slot = slot_now(p, e);
+            arrives = slot >= 0;
+        }
+    }
     const bool start = slot >= 0 && before % 8 == 0;
-    const u32 ballot = __ballot_sync(~0u, start);
-    if (lane == 0) starts[tid >> 5] = ballot;
+    const u32 here = __ballot_sync(~0u, start && !arrives), coming = __ballot_sync(~0u, start && arrives);
+    if (lane == 0) starts[0][tid >> 5] = here, starts[1][tid >> 5] = coming;
     if (p.mode == WHOLE) {
         if (e >= 0 && before == 0 && p.counts) {
             p.counts[2 * e] += all; // later parts of a batch add to the first one's
@@ -47,13 +65,17 @@ DEV void route_small(const Params& p) {
     }
     __syncthreads();
 
+    i32 resident = 0;
+    for (i32 w = 0; w < 8; w++) resident += __popc(starts[0][w]);
     if (slot >= 0) {
         // The pair that starts this pair's entry, and the number of entries before that.
         i32 opener = tid;
         for (i32 q = 0; q < tid; q++)
             if (expert[q] == e && rank[q] == (before & ~7)) opener = q;
-        i32 entry = __popc(starts[opener >> 5] & ((1u << (opener & 31)) - 1));
-        for (i32 w = 0; w < (opener >> 5); w++) entry += __popc(starts[w]);
+        const u32* const alike = starts[arrives];
+        i32 entry = arrives ? resident : 0;
+        entry += __popc(alike[opener >> 5] & ((1u << (opener & 31)) - 1));
+        for (i32 w = 0; w < (opener >> 5); w++) entry += __popc(alike[w]);
         p.pairs[entry * 8 + (before & 7)] = make_int2(tid, tid / p.top_k);
         if (start) p.entries[entry] = Entry{slot, entry * 8, min(8, all - before), e};
     }
@@ -62,9 +84,10 @@ DEV void route_small(const Params& p) {
         if (p.mode == WHOLE || slot >= 0) p.hidden_amax[tid] = 0;
     }
     if (tid == 0) {
-        i32 n = 0;
-        for (i32 w = 0; w < 8; w++) n += __popc(starts[w]);
-        *p.entry_count = n;
+        i32 n = resident;
+        for (i32 w = 0; w < 8; w++) n += __popc(starts[1][w]);
+        p.entry_count[0] = n;
+        p.entry_count[RESIDENT] = resident;
         if (p.mode == WHOLE && p.tally) {
             if (missing) atomicAdd(&p.tally[0], missing);
             if (invalid) atomicAdd(&p.tally[1], invalid);
@@ -73,7 +96,6 @@ DEV void route_small(const Params& p) {
 }
 
 constexpr i32 ROUTE_WARPS = 32;
-constexpr i32 MAX_EXPERTS = 1024;
 constexpr i32 PREFILL_PAIRS = 64; // most pairs of an entry
 
 // Any number of pairs, one block of 1024 threads: a stable counting sort by expert. Warp w owns the w-th part of the
@@ -86,12 +108,15 @@ DEV void route_large(const Params& p, i32* shared) {
     i32* entry_at = slot_of + p.experts;                   // [experts] number of the first entry
     i32* begin_at = entry_at + p.experts;                  // [experts] first position
     __shared__ i32 missing, invalid;
+    __shared__ ExpertSet used, absent;
     const i32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, threads = ROUTE_WARPS * 32;
     const i32 pairs = p.tokens * p.top_k, live = live_tokens(p) * p.top_k;
+    const i32 clock = admitted(p) ? clock_now(p, live > 0) : 0;
     const i32 share = (((pairs + ROUTE_WARPS - 1) / ROUTE_WARPS) + 31) & ~31;
     for (i32 i = tid; i < (ROUTE_WARPS + 2) * p.experts; i += threads) cursor[i] = 0;
     for (i32 e = tid; e < p.experts; e += threads) slot_of[e] = p.slots[e];
     if (tid == 0) missing = invalid = 0;
+    if (tid < MAX_EXPERTS / 32) used.words[tid] = absent.words[tid] = 0;
     __syncthreads();
 
     for (i32 i = warp * share + lane; i < min((warp + 1) * share, live); i += 32) {
@@ -104,7 +129,9 @@ DEV void route_large(const Params& p, i32* shared) {
         if (!is_prefill(p, i)) atomicAdd(&decode[e], 1);
     }
     __syncthreads();
+    bool lacks = false;
     for (i32 e = tid; e < p.experts; e += threads) { // counts to offsets within the expert
+        const Use use(p, e);
         i32 sum = 0;
         for (i32 w = 0; w < ROUTE_WARPS; w++) {
             const i32 n = cursor[w * p.experts + e];
@@ -116,29 +143,47 @@ DEV void route_large(const Params& p, i32* shared) {
             p.counts[2 * e] = sum + (p.first ? p.counts[2 * e] : 0);
             p.counts[2 * e + 1] = decode[e] + (p.first ? p.counts[2 * e + 1] : 0);
         }
-        if (slot_of[e] < 0 && sum) atomicAdd(&missing, sum);
+        if (slot_of[e] < 0 && sum) lacks = true;
+        if (sum && admitted(p)) {
+            used.add(e);
+            if (slot_of[e] < 0) absent.add(e);
+            use.note(p, clock, e, decode[e]);
+        }
     }
-    __syncthreads();
-    if (warp == 0) { // resident experts in ascending order: where each begins
+    lacks = __syncthreads_or(lacks);
+    const bool admits = admitted(p) && admit(p, clock, lacks, used, absent);
+    if (lacks) {
+        for (i32 e = tid; e < p.experts; e += threads)
+            if (slot_of[e] < 0 && total[e]) {
+                if (admits) slot_of[e] = slot_now(p, e);
+                if (slot_of[e] < 0) atomicAdd(&missing, total[e]);
+            }
+        __syncthreads();
+    }
+    if (warp == 0) { // where each expert with a slot begins, in ascending order; behind them those whose rows are to come
         i32 position = 0, entries = 0;
-        for (i32 base = 0; base < p.experts; base += 32) {
-            const i32 e = base + lane;
-            const i32 n = e < p.experts && slot_of[e] >= 0 ? total[e] : 0;
-            const i32 m = (n + p.entry_pairs - 1) / p.entry_pairs;
-            i32 n_sum = n, m_sum = m;
-            for (i32 d = 1; d < 32; d <<= 1) {
-                const i32 a = __shfl_up_sync(~0u, n_sum, d), b = __shfl_up_sync(~0u, m_sum, d);
-                if (lane >= d) n_sum += a, m_sum += b;
+        for (i32 arriving = 0; arriving <= (i32)admits; arriving++) {
+            for (i32 base = 0; base < p.experts; base += 32) {
+                const i32 e = base + lane;
+                const bool counts = e < p.experts && slot_of[e] >= 0 && absent.has(e) == (bool)arriving;
+                const i32 n = counts ? total[e] : 0;
+                const i32 m = (n + p.entry_pairs - 1) / p.entry_pairs;
+                i32 n_sum = n, m_sum = m;
+                for (i32 d = 1; d < 32; d <<= 1) {
+                    const i32 a = __shfl_up_sync(~0u, n_sum, d), b = __shfl_up_sync(~0u, m_sum, d);
+                    if (lane >= d) n_sum += a, m_sum += b;
+                }
+                if (n > 0) {
+                    begin_at[e] = position + n_sum - n;
+                    entry_at[e] = entries + m_sum - m;
+                }
+                position += __shfl_sync(~0u, n_sum, 31);
+                entries += __shfl_sync(~0u, m_sum, 31);
             }
-            if (e < p.experts) {
-                begin_at[e] = position + n_sum - n;
-                entry_at[e] = entries + m_sum - m;
-            }
-            position += __shfl_sync(~0u, n_sum, 31);
-            entries += __shfl_sync(~0u, m_sum, 31);
+            if (lane == 0 && arriving == 0) p.entry_count[RESIDENT] = entries;
         }
         if (lane == 0) {
-            *p.entry_count = entries;
+            p.entry_count[0] = entries;
             if (p.mode == WHOLE && p.tally) {
                 if (missing) atomicAdd(&p.tally[0], missing);
                 if (invalid) atomicAdd(&p.tally[1], invalid);

@@ -16,7 +16,7 @@ DEMO = ExpertGeometry(256, 128)
     [
         (DEMO, 4, 512, 512),
         (DS4, 6, 8192, 8192),
-        (DS4, 6, 16384, 10752),
+        (DS4, 6, 32768, 10752),
         (DS4, 6, 1, 1),
         (ExpertGeometry(65536, 64), 64, 8192, 256),
     ],
@@ -28,12 +28,12 @@ def test_a_part_is_the_whole_batch_or_as_much_as_fits(
 
 
 def test_contributions_of_a_part_keep_to_the_aim() -> None:
-    count, size = workspace_items(DS4, 256, 6, part_tokens(DS4, 6, 65536))["partial"]
+    count, size = workspace_items(DS4, 256, 6, part_tokens(DS4, 6, 32768))["partial"]
     assert PARTIAL_BYTES * 3 // 4 < count * size <= PARTIAL_BYTES
 
 
 def test_more_tokens_never_take_less_and_stop_taking_more() -> None:
-    sizes = [workspace_bytes(DS4, 256, 6, tokens) for tokens in (1, 16, 256, 8192, 10752, 16384, 65536)]
+    sizes = [workspace_bytes(DS4, 256, 6, tokens) for tokens in (1, 16, 256, 8192, 10752, 32768, 65536)]
     assert sizes == sorted(sizes)
     assert sizes[-3:] == [sizes[-1]] * 3
 

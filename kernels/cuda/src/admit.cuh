@@ -1,0 +1,176 @@
+// A layer makes its own experts resident: the rules of `ziggurat.kernels.admission`, which says what happens in what
+// order. Block 0 of the route kernel follows them before it lists the work; `gather_missing` then copies the rows.
+#pragma once
+#include "params.cuh"
+
+constexpr i32 CANDIDATES = WARP; // slots of a look: a lane each
+constexpr u32 HALF_LIFE = 256;
+constexpr u32 HEAT_UNIT = 1u << 12, HEAT_MOST = 0x7FFFFFFFu;
+enum { CLOCK = 0, HAND = 1, LOG_HEAD = 2, COPIES = 3 }; // words of `state`
+
+DEV u32 decayed(u32 heat, u32 age) {
+    const u32 halvings = age / HALF_LIFE, rest = age % HALF_LIFE;
+    const u32 v = halvings > 31 ? 0u : heat >> halvings;
+    return v - (u32)((u64)(v >> 1) * rest / HALF_LIFE);
+}
+DEV u32 heated(u32 heat, u32 age, i32 pairs) {
+    const u64 sum = (u64)decayed(heat, age) + (u64)pairs * HEAT_UNIT;
+    return sum < HEAT_MOST ? (u32)sum : HEAT_MOST;
+}
+
+// While a layer of one token (`direct`) runs, its GEMMs look into the table before they know that the route kernel is
+// done. So what was absent when the layer began stays negative until `publish`: whoever looks early learns in any case
+// whether the row was there before, and one that was is neither moved nor evicted by this layer.
+DEV i32 not_yet(i32 slot) { return -2 - slot; }
+DEV i32 slot_now(const Params& p, i32 e) { // once the route kernel is done; its row may still be on its way
+    const i32 word = (i32)load_fresh((const u32*)p.slots + e);
+    return word < -1 ? -2 - word : word;
+}
+
+struct ExpertSet { // in shared memory
+    u32 words[MAX_EXPERTS / 32];
+    __device__ __forceinline__ bool has(i32 e) const { return words[e >> 5] >> (e & 31) & 1u; }
+    __device__ __forceinline__ void add(i32 e) { atomicOr(&words[e >> 5], 1u << (e & 31)); }
+};
+
+// One warp: a slot for one more row, or -1; `evicted`: whose it was, or -1. Moves the hand.
+DEV i32 find_victim(const Params& p, i32 clock, const ExpertSet& used, i32& hand, i32& evicted) {
+    const Admission& a = p.admission;
+    const i32 lane = threadIdx.x & 31, width = min(CANDIDATES, a.slots);
+    for (i32 looks = (a.slots + CANDIDATES - 1) / CANDIDATES + 1; looks > 0; looks--) {
+        const i32 at = hand + lane < a.slots ? hand + lane : hand + lane - a.slots;
+        hand = (hand + CANDIDATES) % a.slots;
+        i32 owner = WITHHELD;
+        if (lane < width) owner = a.owners[at];
+        const i32 expert = owner - a.first_key;
+        u32 cost = ~0u; // of slots in use
+        if (owner == NOBODY)
+            cost = 0;
+        else if (owner >= 0 && !(expert >= 0 && expert < p.experts && used.has(expert)))
+            cost = 1 + decayed((u32)a.heat[owner], (u32)clock - (u32)a.last[owner]);
+        const u32 least = __reduce_min_sync(~0u, cost);
+        if (least != ~0u) {
+            const i32 first = __ffs(__ballot_sync(~0u, cost == least)) - 1;
+            evicted = __shfl_sync(~0u, owner, first);
+            return __shfl_sync(~0u, at, first);
+        }
+    }
+    evicted = NOBODY;
+    return -1;
+}
+
+// One warp: the absent experts in ascending order. Every lane sees what lane 0 wrote before it looks for the next slot.
+DEV void admit_absent(const Params& p, i32 clock, const ExpertSet& used, const ExpertSet& absent) {
+    const Admission& a = p.admission;
+    const i32 lane = threadIdx.x & 31;
+    i32 hand = a.state[HAND], copies = 0;
+    u32 head = (u32)a.state[LOG_HEAD];
+    for (i32 word = 0; word * 32 < p.experts; word++)
+        for (u32 rest = absent.words[word]; rest != 0; rest &= rest - 1) {
+            const i32 key = a.first_key + word * 32 + __ffs(rest) - 1;
+            const i32 place = a.places[key];
+            i32 slot = -1, evicted = NOBODY;
+            if (place >= 0) slot = find_victim(p, clock, used, hand, evicted);
+            __syncwarp(); // all lanes have looked
+            if (lane == 0) {
+                if (evicted >= 0) a.table[evicted] = -1;
+                if (slot >= 0) {
+                    a.owners[slot] = key;
+                    a.table[key] = p.direct ? not_yet(slot) : slot;
+                    a.copies[copies] = make_int2(place, slot);
+                }
+                a.log[head & a.log_mask] = make_int4(clock, key, slot, evicted);
+            }
+            __syncwarp();
+            copies += slot >= 0;
+            head++;
+        }
+    if (lane == 0) {
+        a.state[HAND] = hand;
+        a.state[LOG_HEAD] = (i32)head;
+        a.state[COPIES] = copies;
+    }
+}
+
+// The clock of this call; every thread of the block asks before a barrier, behind which one of them sets it.
+DEV i32 clock_now(const Params& p, bool any_live) {
+    return (i32)((u32)p.admission.state[CLOCK] + (any_live && p.admission.begins ? 1u : 0u));
+}
+
+// Heat of an expert, asked for long before it is needed.
+struct Use {
+    i32 heat, last;
+    __device__ __forceinline__ Use(const Params& p, i32 e) : heat(0), last(0) {
+        if (!admitted(p) || e < 0) return;
+        heat = p.admission.heat[p.admission.first_key + e];
+        last = p.admission.last[p.admission.first_key + e];
+    }
+    // Live pairs are routed to it, `pairs` of them not of a prompt.
+    __device__ __forceinline__ void note(const Params& p, i32 clock, i32 e, i32 pairs) const {
+        if (pairs <= 0) return;
+        const i32 key = p.admission.first_key + e;
+        p.admission.heat[key] = (i32)heated((u32)heat, (u32)clock - (u32)last, pairs);
+        p.admission.last[key] = clock;
+    }
+};
+
+// The whole block, behind a barrier that follows the last `used.add`, `absent.add` and `clock_now`: true if experts
+// were absent, whose slots, for those that got one, are in the table now. `lacks`: some thread added one to `absent`.
+DEV bool admit(const Params& p, i32 clock, bool lacks, const ExpertSet& used, const ExpertSet& absent) {
+    if (threadIdx.x == 0) p.admission.state[CLOCK] = clock;
+    if (!lacks) {
+        if (threadIdx.x == 0) p.admission.state[COPIES] = 0;
+        return false;
+    }
+    if (threadIdx.x < 32) admit_absent(p, clock, used, absent);
+    __syncthreads();
+    return true;
+}
+
+constexpr i32 GATHER_THREADS = 512; // at most
+constexpr i32 GATHER_LOADS = 8;     // of 16 bytes, in flight per thread
+
+// The host may have put another row into a place since a launch read it last: a load at system scope sees no stale line.
+DEV uint4 load_system(const uint4* at) {
+    uint4 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3},[%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at)
+                 : "memory");
+    return v;
+}
+
+// Rows of the copy list, arena -> pool. Chunks of all rows are dealt to the blocks in turn; `next` is the block's next
+// one, counted from the current row.
+DEV void copy_missing(const Params& p) {
+    const i32 rows = (i32)load_fresh((const u32*)p.admission.state + COPIES);
+    const u32 vectors = (u32)(p.stride / 16), chunk = blockDim.x * GATHER_LOADS, chunks = (vectors + chunk - 1) / chunk;
+    u32 next = blockIdx.x;
+    for (i32 r = 0; r < rows; r++) {
+        if (next < chunks) {
+            const uint2 copy = load_fresh((const uint2*)p.admission.copies + r); // place, slot
+            const uint4* const from = (const uint4*)(p.admission.arena + (i64)copy.x * p.stride);
+            uint4* const to = (uint4*)(const_cast<u8*>(p.pool) + (i64)copy.y * p.stride);
+            for (; next < chunks; next += gridDim.x) {
+                const u32 base = next * chunk + threadIdx.x;
+                uint4 held[GATHER_LOADS];
+#pragma unroll
+                for (int i = 0; i < GATHER_LOADS; i++)
+                    if (base + i * blockDim.x < vectors) held[i] = load_system(from + base + i * blockDim.x);
+#pragma unroll
+                for (int i = 0; i < GATHER_LOADS; i++)
+                    if (base + i * blockDim.x < vectors) to[base + i * blockDim.x] = held[i];
+            }
+        }
+        next -= chunks;
+    }
+}
+
+// By the last kernel of a layer of one token, when nobody looks into the table any more.
+DEV void publish(const Params& p) {
+    const u32 rows = load_fresh((const u32*)p.admission.state + COPIES);
+    for (u32 r = threadIdx.x; r < rows; r += blockDim.x) {
+        const u32 slot = load_fresh((const uint2*)p.admission.copies + r).y;
+        p.admission.table[load_fresh((const u32*)p.admission.owners + slot)] = (i32)slot;
+    }
+}
