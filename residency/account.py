@@ -99,6 +99,8 @@ class Account:
             rows = tally.rows[source]
             add("ziggurat_fetched_rows_total", rows, source, "pool")
             add("ziggurat_fetched_bytes_total", rows * self._cache.stride, source, "pool")
+            add("ziggurat_fetched_rows_total", tally.staged[source], source, "staging")
+            add("ziggurat_fetched_bytes_total", tally.staged[source] * self._cache.stride, source, "staging")
             self._metrics.observe("ziggurat_fetch_seconds", tally.seconds[source], source)
         add("ziggurat_io_errors_total", tally.io_errors)
         add("ziggurat_verification_failures_total", tally.verification_failures)

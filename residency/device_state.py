@@ -72,7 +72,8 @@ class DeviceState:
         self._chunks = Uploads((experts,), torch.int32, device, depth=8, events=events)
         self._lives = Uploads((max_tokens,), torch.int32, device, events=events)
         self._live_of_part = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-        self._events = events
+        self._parted: tuple[int, int, int] | None = None  # what `_live_of_part` holds
+        self.events = events
         self._answer = self.download()
         self._flagged = 0  # leading rows of `prefill` that may hold a 1
         self._alive = 0  # what `live` holds once everything that is queued has run
@@ -129,7 +130,9 @@ class DeviceState:
             return [(0, rows, self.live)]
         size = -(-rows // -(-rows // most))
         firsts = np.arange(0, rows, size)
-        self._lives.send(np.clip(live - firsts, 0, size).astype(np.int32), self._live_of_part)
+        if self._parted != (rows, live, size):  # most layers of a pass ask for the same
+            self._lives.send(np.clip(live - firsts, 0, size).astype(np.int32), self._live_of_part)
+            self._parted = (rows, live, size)
         return [
             (first, min(size, rows - first), self._live_of_part[i : i + 1])
             for i, first in enumerate(firsts.tolist())
@@ -137,7 +140,7 @@ class DeviceState:
 
     def download(self) -> Download:
         """A buffer for what a pass counted."""
-        return Download(self._words, events=self._events)
+        return Download(self._words, events=self.events)
 
     def counted(self) -> Counted:
         """What the pass that is queued now will have counted: waits for its end."""

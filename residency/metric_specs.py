@@ -27,7 +27,7 @@ class MetricSpec:
 
 
 _TIER = ("tier", ("pool", "arena"))
-_ROUTE = (("source", ("arena", "pack")), ("target", ("pool", "arena")))
+_ROUTE = (("source", ("arena", "pack")), ("target", ("pool", "arena", "staging")))
 _SOURCE = (("source", ("arena", "pack")),)
 _SECONDS = tuple(m * 10.0**e for e in range(-6, 1) for m in (1.0, 2.5, 5.0))
 _PASSES = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 16.0, 32.0, 64.0)

@@ -45,6 +45,8 @@ from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import GeometryMismatchError, StepError
 from ziggurat.residency.slots import SlotPool, SlotTable
 from ziggurat.residency.step import MissSettings, StepRunner
+from ziggurat.residency.streaming.layers import StreamedLayers
+from ziggurat.residency.streaming.ring import StagingRing
 
 __all__ = [
     "ExpertService",
@@ -84,7 +86,8 @@ class ExpertService:
     pack, arena and pool belong to the service from here on and are closed with it. arena=None: no host cache, rows
     pass through a few pageable staging places. heat_folder=None: heat is neither read nor saved.
     kernels: runs layers where the pool is; None = the host computes them with `ops`, which needs a pool in host memory.
-    max_tokens: rows of the largest batch that `moe` is called with; of interest with kernels only.
+    ring: staging memory through which rows that only a prompt wants pass; the service's from here on.
+    max_tokens: rows of the largest batch that `moe` is called with; ring and max_tokens are of interest with kernels.
     slot_seed: hand free slots out in a shuffled order (results do not depend on it; determinism tests use it).
     replay_enabled, consensus_enabled: switches of negative controls; False makes results wrong or ranks diverge.
     """
@@ -102,6 +105,7 @@ class ExpertService:
         metrics: TierMetrics,
         ops: ExpertOps | None = None,
         kernels: LayerKernels | None = None,
+        ring: StagingRing | None = None,
         max_tokens: int = 0,
         heat_folder: Path | None = None,
         slot_seed: int | None = None,
@@ -120,6 +124,7 @@ class ExpertService:
         self._config = config
         self._pack = pack
         self._arena = arena
+        self._ring = ring
         self._readers = readers
         self._heat_key, self._heat_path = _heat_file(pack, heat_folder)
         self._state: PassState | None = None
@@ -141,7 +146,10 @@ class ExpertService:
             self._layers = LayerRunner(geometry, codec, ops or cpu_ops, self.slots, self._fetcher)
         else:
             state = DeviceState(geometry.layers, geometry.experts, max_tokens, pool.device)
-            self._layers = DeviceLayers(geometry, kernels, self.slots, self._fetcher, state)
+            streamed = None
+            if ring is not None:
+                streamed = StreamedLayers(geometry, kernels, pool, self._fetcher, state, ring)
+            self._layers = DeviceLayers(geometry, kernels, self.slots, self._fetcher, state, streamed)
         self._runner = StepRunner(
             geometry,
             self.slots,
@@ -314,6 +322,8 @@ class ExpertService:
         self._save_heat()
         self._pack.close()
         self._arena.close()
+        if self._ring is not None:
+            self._ring.close()
         self.slots.pool.close()
 
     def _log(self, note: HeatNote) -> HeatNote:

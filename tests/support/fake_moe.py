@@ -31,6 +31,7 @@ from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import PassPath, StepResult, StepTokens
 from ziggurat.residency.ports import RowPack, RowPool
 from ziggurat.residency.service import ExpertService, ServiceGeometry
+from ziggurat.residency.streaming.ring import StagingRing
 from ziggurat.stores.builder import build_pack
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.pack import Pack, RowRequest
@@ -44,6 +45,7 @@ ON_DEVICE = (
 )
 MAX_TOKENS = 128
 PART_TOKENS = 40  # fewer than the tokens of the larger batches
+RING = (2, 3)  # parts and rows of staging memory of services whose layers run as on a device
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 12, 3, 64, 64
 
 
@@ -204,7 +206,9 @@ def open_tiers(
         kernels = CpuLayerKernels(
             get_codec(packs.codec), sizes, g.experts, g.top_k, clamp=g.clamp, part_tokens=PART_TOKENS
         )
-        options = {"kernels": kernels, "max_tokens": MAX_TOKENS, **options}
+        parts, rows = RING
+        ring = StagingRing([CpuPool(rows, pack.header.stride) for _ in range(parts)])
+        options = {"kernels": kernels, "ring": ring, "max_tokens": MAX_TOKENS, **options}
     return ExpertService(
         config,
         g,
