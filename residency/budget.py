@@ -14,6 +14,7 @@ from ziggurat.residency.budget_plan import ArenaKind, Check, Plan, RankPlan
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.errors import ConfigError
 from ziggurat.residency.sizes import format_bytes, row_stride
+from ziggurat.residency.streaming.sizing import LEAST_ROWS, RingShape, auto_rows, ring_of
 
 __all__ = ["Check", "MachineLimits", "ModelFacts", "Plan", "RankPlan", "memory_reserve", "plan"]
 
@@ -122,6 +123,7 @@ class _Planner:
         graph_tokens: int,
     ) -> None:
         self.config, self.machine, self.tp_size, self.row_bytes = config, machine, tp_size, row_bytes
+        self.experts = facts.experts
         self.host, self.disk, self.device = config.tiers.host, config.tiers.disk, config.tiers.device
         self.planned = range(tp_size) if rank is None else (rank,)
         self.stride, self.total = row_stride(row_bytes), facts.rows
@@ -195,6 +197,7 @@ class _Planner:
 
     def _rank(self, rank: int, kind: ArenaKind) -> RankPlan:
         pool_rows = self._pool_rows(rank)
+        ring = self._ring(pool_rows)
         arena_rows = self._arena_rows(rank, kind, pool_rows)
         return RankPlan(
             rank=rank,
@@ -206,7 +209,35 @@ class _Planner:
             coverage=pool_rows / self.total,
             pinned_bytes=arena_rows * self.stride if kind == "pinned" else 0,
             numa_node=self._node(rank) if kind == "pinned" and arena_rows else None,
+            ring_parts=ring.parts,
+            ring_rows=ring.rows,
+            ring_bytes=ring.total * self.stride,
         )
+
+    def _ring(self, pool_rows: int) -> RingShape:
+        """Staging memory for prompts; none where the pool has every row or is host memory itself."""
+        written = not self.device.staging.is_auto
+        if self.on_cpu or pool_rows >= self.total:
+            if written:
+                why = "on a CPU" if self.on_cpu else "beside a pool that holds every expert"
+                self.notes.append(f"tiers.device.staging has no effect {why}")
+            return RingShape(0, 0)
+        rows = self._ring_rows()
+        if rows < LEAST_ROWS:
+            return RingShape(rows, 1)  # refused by a check
+        ring = ring_of(rows, self.experts)
+        if written and ring_of(rows, rows).rows > self.experts:
+            self.notes.append(
+                f"tiers.device.staging has room for {rows} rows; {ring.total} are used, since a part of it holds at "
+                f"most the {self.experts} experts of a layer"
+            )
+        return ring
+
+    def _ring_rows(self) -> int:
+        size = self.device.staging
+        if size.is_auto:
+            return auto_rows(self.stride, self._device_room())
+        return size.rows(stride=self.stride, total_rows=self.total)
 
     def _pool_rows(self, rank: int) -> int:
         size = self.device.size_of(rank, self.tp_size)
@@ -218,6 +249,10 @@ class _Planner:
             return max(part, self.pool_floor)
         if self.total * self.stride <= memory // 4:
             return self.total
+        if not self.on_cpu:  # a pool that leaves something out has staging memory beside it
+            memory = max(
+                0, memory - ring_of(max(LEAST_ROWS, self._ring_rows()), self.experts).total * self.stride
+            )
         return max(min(part, memory // 2 // self.stride), self.pool_floor)
 
     def _device_room(self) -> int | None:
@@ -283,20 +318,37 @@ class _Planner:
         yield from self._memory_checks(ranks)
         if kind == "pinned":
             yield from self._pinned_checks(ranks)
-        if not self.on_cpu and self.machine.device_free is not None:
-            largest = max(ranks, key=lambda one: one.pool_bytes)
-            workspace = self.machine.device_workspace
-            kernels = f" + {format_bytes(workspace)} for the kernels" if workspace else ""
-            yield Check(
-                "device memory",
-                largest.pool_bytes + workspace,
-                self.machine.device_free,
-                "bytes",
-                "tiers.device.size",
-                "lower tiers.device.size",
-                f"pool{kernels}{self._of_rank(largest)}",
-            )
+        yield from self._device_checks(ranks)
         yield from self._disk_checks(pack_bytes)
+
+    def _device_checks(self, ranks: tuple[RankPlan, ...]) -> Iterable[Check]:
+        ring = [one for one in ranks if one.ring_parts or one.pool_rows < self.total]
+        if not self.on_cpu and ring:
+            yield Check(
+                "staging floor",
+                LEAST_ROWS,
+                min(one.ring_parts * one.ring_rows for one in ring),
+                "rows",
+                "tiers.device.staging",
+                f"raise tiers.device.staging to {format_bytes(LEAST_ROWS * self.stride)} or more, or set it to auto",
+                f"{format_bytes(self.stride)} a row; one arrives while another is computed with",
+            )
+        if self.on_cpu or self.machine.device_free is None:
+            return
+        largest = max(ranks, key=lambda one: one.pool_bytes + one.ring_bytes)
+        workspace = self.machine.device_workspace
+        staging = f" + {format_bytes(largest.ring_bytes)} of staging" if largest.ring_bytes else ""
+        kernels = f" + {format_bytes(workspace)} for the kernels" if workspace else ""
+        lower = "tiers.device.staging" if largest.ring_bytes > largest.pool_bytes else "tiers.device.size"
+        yield Check(
+            "device memory",
+            largest.pool_bytes + largest.ring_bytes + workspace,
+            self.machine.device_free,
+            "bytes",
+            lower,
+            f"lower {lower}",
+            f"pool{staging}{kernels}{self._of_rank(largest)}",
+        )
 
     def _pinned_checks(self, ranks: tuple[RankPlan, ...]) -> Iterable[Check]:
         if self.machine.memlock is not None:

@@ -96,6 +96,13 @@ def _read_numa(written: object) -> str | int:
     raise ValueError(f"expected gpu-local, none or the number of a NUMA node, not {shorten(written)}")
 
 
+def _read_staging(written: object) -> Size:
+    size = Size.parse(written)
+    if size.kind == "percent":
+        raise ValueError(f"expected bytes, rows or auto, not the share {shorten(written)}")
+    return size
+
+
 def _read_heat_path(written: object, info: ValidationInfo) -> Path | Literal["auto"] | None:
     if written is None or written == "auto":
         return "auto" if written == "auto" else None
@@ -134,6 +141,9 @@ ConfigSize = Annotated[Size, BeforeValidator(Size.parse), PlainSerializer(str)]
 ConfigSizes = Annotated[Size | tuple[Size, ...], BeforeValidator(_read_sizes), PlainSerializer(_write_sizes)]
 
 
+StagingSize = Annotated[Size, BeforeValidator(_read_staging), PlainSerializer(str)]
+
+
 class ModelConfig(_Section):
     """Where the checkpoint is; a MODEL on the command line wins."""
 
@@ -164,6 +174,7 @@ class DeviceTierConfig(_Section):
 
     size: ConfigSizes = Size("auto")
     device: Annotated[str, BeforeValidator(_read_device)] = "auto"
+    staging: StagingSize = Size("auto")
 
     def size_of(self, rank: int, tp_size: int) -> Size:
         """The size for one tensor-parallel rank. ConfigError if a list has another length than `tp_size`."""

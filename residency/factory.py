@@ -14,10 +14,12 @@ from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, LocalConsensus
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.metrics import TierMetrics
-from ziggurat.residency.placement import Placement, open_arena, open_kernels, open_pool
+from ziggurat.residency.placement import Placement, open_arena, open_kernels, open_pool, open_ring
 from ziggurat.residency.ports import ExpertOps, RowArena, RowPack, RowPool
 from ziggurat.residency.runtime_errors import UnsupportedDeviceError
 from ziggurat.residency.service import ExpertService
+from ziggurat.residency.streaming.ring import StagingRing
+from ziggurat.residency.streaming.sizing import LEAST_ROWS, RingShape, auto_rows, ring_of
 
 
 class ModelSource(Protocol):
@@ -80,12 +82,16 @@ def open_service(
     place = place or Placement(torch.device(_configured(config)))
     pool: RowPool | None = None
     arena: RowArena | None = None
+    ring: StagingRing | None = None
     try:
         place.check(codec.name)
         machine = machine or MachineLimits(device=str(place.device))
         kind, one = _rank_plan(config, geometry, pack, machine, consensus, place)
         # The pool first: where a device lacks the memory, nothing else has been done for nothing.
         pool = open_pool(place, one.pool_rows, pack.header.stride)
+        shape = _ring_shape(config, geometry, place, one, pack.header.stride)
+        if shape.total:
+            ring = open_ring(place, shape, pack.header.stride)
         kernels = open_kernels(place, geometry, codec)
         arena = _arena(config, place, one, kind, pack.header.stride)
         return ExpertService(
@@ -99,6 +105,7 @@ def open_service(
             metrics=metrics or TierMetrics(),
             ops=ops,
             kernels=kernels,
+            ring=ring,
             max_tokens=place.max_tokens,
             heat_folder=heat_folder(config),
             slot_seed=slot_seed,
@@ -106,7 +113,7 @@ def open_service(
             consensus_enabled=consensus_enabled,
         )
     except BaseException:
-        for part in (arena, pool, pack):
+        for part in (arena, ring, pool, pack):
             if part is not None:
                 part.close()
         raise
@@ -115,6 +122,17 @@ def open_service(
 def _configured(config: TiersConfig) -> str:
     device = config.tiers.device.device
     return "cpu" if device == "auto" else device
+
+
+def _ring_shape(
+    config: TiersConfig, geometry: ServiceGeometry, place: Placement, one: RankPlan, stride: int
+) -> RingShape:
+    """What the plan says; it has no staging memory for a CPU, where kernels run in tests only."""
+    if place.on_gpu or not place.kernels or one.pool_rows >= geometry.rows:
+        return RingShape(one.ring_parts, one.ring_rows)
+    size = config.tiers.device.staging
+    rows = auto_rows(stride, None) if size.is_auto else size.rows(stride=stride, total_rows=geometry.rows)
+    return ring_of(max(LEAST_ROWS, rows), geometry.experts)
 
 
 def _arena(config: TiersConfig, place: Placement, one: RankPlan, kind: str, stride: int) -> RowArena | None:

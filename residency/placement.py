@@ -16,6 +16,8 @@ from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.ports import LayerKernels, RowArena, RowPool
 from ziggurat.residency.runtime_errors import UnsupportedDeviceError
 from ziggurat.residency.sizes import format_bytes
+from ziggurat.residency.streaming.ring import StagingRing
+from ziggurat.residency.streaming.sizing import RingShape
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,23 @@ def open_pool(place: Placement, slots: int, stride: int) -> RowPool:
     copies = FewOrMany(SingleCopies(), BatchedCopies())
     mover: RowMover = copies if stride >= GATHER_BELOW else GatherKernel(place.device.index)
     return CudaPool(slots, stride, place.device, mover=mover)
+
+
+def open_ring(place: Placement, shape: RingShape, stride: int) -> StagingRing:
+    """Staging memory beside the pool. Its copies share a lane of their own, and go by the copy engine whatever the size
+    of rows: a kernel that gathers them would wait for the multiprocessors on which the layers compute."""
+    if not place.on_gpu:
+        from ziggurat.allocators.pool import CpuPool
+
+        return StagingRing([CpuPool(shape.rows, stride) for _ in range(shape.parts)])
+    from ziggurat.allocators.cuda_pool import CudaPool
+    from ziggurat.allocators.lanes import CudaLane
+    from ziggurat.allocators.movers import BatchedCopies
+
+    lane, mover = CudaLane(place.device), BatchedCopies(overlap=True)
+    return StagingRing(
+        [CudaPool(shape.rows, stride, place.device, mover=mover, lane=lane) for _ in range(shape.parts)]
+    )
 
 
 def open_arena(

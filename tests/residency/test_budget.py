@@ -21,14 +21,19 @@ ROOMY = MachineLimits(memory_available=64 << 30, cgroup_headroom=None, memlock=N
 
 
 def config(
-    *, device: Any = "25%", host: Any = "10%", host_extra: dict[str, Any] | None = None, **disk: Any
+    *,
+    device: Any = "25%",
+    host: Any = "10%",
+    host_extra: dict[str, Any] | None = None,
+    staging: Any = "auto",
+    **disk: Any,
 ) -> TiersConfig:
     return TiersConfig.from_mapping(
         {
             "tiers": {
                 "disk": {"path": "packs", **disk},
                 "host": {"size": host, **(host_extra or {})},
-                "device": {"size": device},
+                "device": {"size": device, "staging": staging},
             }
         }
     )
@@ -214,12 +219,82 @@ def test_ranks_on_two_nodes_count_against_one_each() -> None:
 def test_what_kernels_take_counts_against_the_device_and_not_for_the_pool() -> None:
     room = 47 * STRIDE
     gpu = machine(device="cuda:0", device_free=room + (1 << 20), device_workspace=1 << 20)
-    result = plan(config(device="48 rows"), FACTS, ROW, machine=gpu)
+    result = plan(config(device="46 rows"), FACTS, ROW, machine=gpu)
     check = check_of(result, "device memory")
-    assert (check.short_by, check.detail) == (STRIDE, "pool + 1.00 MiB for the kernels")
+    assert (check.short_by, check.detail) == (
+        STRIDE,
+        "pool + 16.00 KiB of staging + 1.00 MiB for the kernels",
+    )
     auto = plan(config(device="auto"), FACTS, ROW, machine=gpu)
-    assert auto.ranks[0].pool_rows == room // 2 // STRIDE
-    assert plan(config(device="47 rows"), FACTS, ROW, machine=gpu).ok
+    assert auto.ranks[0].pool_rows == (room - 2 * STRIDE) // 2 // STRIDE
+    assert plan(config(device="45 rows"), FACTS, ROW, machine=gpu).ok
+
+
+@pytest.mark.parametrize(
+    ("staging", "free", "parts", "rows"),
+    [
+        ("auto", 1 << 30, 4, 32),  # no part needs more rows than a layer has experts
+        ("auto", 200 * STRIDE, 2, 6),  # a sixteenth of the device
+        ("auto", 20 * STRIDE, 2, 1),
+        ("2 rows", 1 << 30, 2, 1),
+        ("15 rows", 1 << 30, 2, 7),
+        ("16 rows", 1 << 30, 4, 4),
+        (STRIDE * 41, 1 << 30, 4, 10),
+        ("1000 rows", 1 << 30, 4, 32),
+    ],
+)
+def test_staging_memory_is_counted_before_the_pool(staging: Any, free: int, parts: int, rows: int) -> None:
+    gpu = machine(device="cuda:0", device_free=free)
+    result = plan(config(device="auto", staging=staging), FACTS, ROW, machine=gpu)
+    (rank,) = result.ranks
+    if rank.pool_rows == 192:  # nothing is absent then
+        result = plan(config(device="50%", staging=staging), FACTS, ROW, machine=gpu)
+        (rank,) = result.ranks
+    assert (rank.ring_parts, rank.ring_rows) == (parts, rows)
+    assert rank.ring_bytes == parts * rows * STRIDE
+    assert check_of(result, "device memory").needed == rank.pool_bytes + rank.ring_bytes
+    assert result.ok
+    assert (
+        "tiers.device.staging has room for 1000 rows; 128 are used, since a part of it holds at most the 32 experts "
+        "of a layer" in result.notes
+    ) == (staging == "1000 rows")
+
+
+def test_auto_bounds_staging_memory_whatever_rows_and_devices_are() -> None:
+    facts = ModelFacts(layers=43, experts=256, top_k=6, hidden=4096, intermediate=2048)
+    (rank,) = plan(
+        config(), facts, 7077888, machine=machine(device="cuda:0", device_free=140 << 30, memlock=None)
+    ).ranks
+    assert (rank.ring_parts, rank.ring_rows) == (4, 14)
+    assert rank.ring_bytes < 384 << 20
+
+
+def test_staging_memory_of_less_than_two_rows_is_refused() -> None:
+    gpu = machine(device="cuda:0", device_free=1 << 30)
+    for size in (0, "1 row", STRIDE * 2 - 1):
+        refusal = plan(config(staging=size), FACTS, ROW, machine=gpu).refusal() or ""
+        assert refusal.startswith("staging floor: needs 2 rows (8.00 KiB a row; one arrives while another")
+        assert refusal.endswith("raise tiers.device.staging to 16.00 KiB or more, or set it to auto")
+    big = plan(
+        config(device="1 row", staging="128 rows"),
+        FACTS,
+        ROW,
+        machine=machine(device="cuda:0", device_free=9999),
+    )
+    assert big.short[0].key == "tiers.device.staging"
+
+
+def test_where_nothing_streams_there_is_no_staging_memory() -> None:
+    gpu = machine(device="cuda:0", device_free=1 << 30)
+    for limits, device, why in (
+        (ROOMY, "25%", "on a CPU"),
+        (gpu, "100%", "beside a pool that holds every expert"),
+    ):
+        assert plan(config(device=device), FACTS, ROW, machine=limits).ranks[0].ring_bytes == 0
+        result = plan(config(device=device, staging="1 row"), FACTS, ROW, machine=limits)
+        assert result.ok
+        assert result.ranks[0].ring_bytes == 0
+        assert f"tiers.device.staging has no effect {why}" in result.notes
 
 
 def test_on_limit_for_every_way_to_write_a_size_on_a_gpu() -> None:
@@ -249,7 +324,7 @@ def test_a_node_that_the_arena_cannot_be_bound_to_is_noted() -> None:
 
 def test_a_gpu_pool_counts_against_its_memory_and_not_against_the_hosts() -> None:
     gpu = machine(device="cuda:0", device_free=47 * STRIDE, memory_available=512 << 20)
-    result = plan(config(device="48 rows", host="8 rows"), FACTS, ROW, machine=gpu)
+    result = plan(config(device="46 rows", host="8 rows"), FACTS, ROW, machine=gpu)
     assert [(one.name, one.short_by, one.key) for one in result.short] == [
         ("device memory", STRIDE, "tiers.device.size")
     ]
