@@ -34,6 +34,7 @@ def model_facts(checkpoint: Checkpoint) -> ModelFacts:
         top_k=checkpoint.top_k,
         hidden=checkpoint.hidden,
         intermediate=checkpoint.intermediate,
+        layer_ids=tuple(checkpoint.layer_ids),
     )
 
 

@@ -103,6 +103,17 @@ def _read_staging(written: object) -> Size:
     return size
 
 
+def _read_layers(written: object) -> tuple[int, ...]:
+    if not isinstance(written, list | tuple):
+        raise ValueError(f"expected a list of layer numbers, not {shorten(written)}")
+    for one in written:
+        if not isinstance(one, int) or isinstance(one, bool) or one < 0:
+            raise ValueError(f"a layer is a number, 0 or more, not {shorten(one)}")
+        if written.count(one) > 1:
+            raise ValueError(f"layer {shorten(one)} is listed twice")
+    return tuple(written)
+
+
 def _read_heat_path(written: object, info: ValidationInfo) -> Path | Literal["auto"] | None:
     if written is None or written == "auto":
         return "auto" if written == "auto" else None
@@ -175,6 +186,7 @@ class DeviceTierConfig(_Section):
     size: ConfigSizes = Size("auto")
     device: Annotated[str, BeforeValidator(_read_device)] = "auto"
     staging: StagingSize = Size("auto")
+    direct_layers: Annotated[tuple[int, ...], BeforeValidator(_read_layers)] = ()
 
     def size_of(self, rank: int, tp_size: int) -> Size:
         """The size for one tensor-parallel rank. ConfigError if a list has another length than `tp_size`."""

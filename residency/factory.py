@@ -169,6 +169,7 @@ def _rank_plan(
         geometry.top_k,
         geometry.hidden,
         geometry.intermediate * consensus.size,
+        geometry.layer_ids,
     )
     whole = plan(
         config,

@@ -110,6 +110,9 @@ def _tiers(result: Plan, folder: str) -> Table:
         if rank.staging_bytes:
             where += f", {format_bytes(rank.staging_bytes)} for reads in flight"
         table.add_row("host", str(rank.rank), *_amounts(rank.arena_rows, result), where)
+        if rank.direct_rows:
+            where = "of these, read in place"
+            table.add_row("direct", str(rank.rank), *_amounts(rank.direct_rows, result), where)
     for rank in result.ranks:
         device = (
             f"cuda:{rank.rank}" if result.device.startswith("cuda:") and result.tp_size > 1 else result.device

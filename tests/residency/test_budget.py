@@ -26,6 +26,7 @@ def config(
     host: Any = "10%",
     host_extra: dict[str, Any] | None = None,
     staging: Any = "auto",
+    direct_layers: Any = (),
     **disk: Any,
 ) -> TiersConfig:
     return TiersConfig.from_mapping(
@@ -33,7 +34,7 @@ def config(
             "tiers": {
                 "disk": {"path": "packs", **disk},
                 "host": {"size": host, **(host_extra or {})},
-                "device": {"size": device, "staging": staging},
+                "device": {"size": device, "staging": staging, "direct_layers": direct_layers},
             }
         }
     )
@@ -282,6 +283,61 @@ def test_staging_memory_of_less_than_two_rows_is_refused() -> None:
         machine=machine(device="cuda:0", device_free=9999),
     )
     assert big.short[0].key == "tiers.device.staging"
+
+
+GPU = {"device": "cuda:0", "device_free": 1 << 30, "memlock": None}
+
+
+def test_rows_of_direct_layers_take_places_of_the_arena_and_no_slots() -> None:
+    gpu = machine(**GPU)
+    result = plan(config(device="100%", host="100%", direct_layers=[1, 4]), FACTS, ROW, machine=gpu)
+    (rank,) = result.ranks
+    assert result.ok
+    assert (rank.direct_rows, rank.pool_rows, rank.arena_rows) == (64, 128, 192)
+    assert (
+        "tiers.device.size has room for 192 rows; 128 hold every expert that is not read in place and are used"
+        in result.notes
+    )
+    assert rank.ring_rows, "prompts stream these layers, too"
+    auto = plan(config(device="auto", host="auto", direct_layers=[5]), FACTS, ROW, machine=gpu).ranks[0]
+    assert (auto.pool_rows, auto.arena_rows) == (160, 48 + 32)
+    everything = plan(config(device="1 row", host="100%", direct_layers=[*range(6)]), FACTS, ROW, machine=gpu)
+    assert everything.ok
+    assert everything.ranks[0].direct_rows == 192
+
+
+def test_an_arena_without_places_for_direct_layers_is_refused_with_the_number() -> None:
+    for size, short in (("70 rows", "70 rows, short by 2 rows"), (0, "0 rows, short by 72 rows")):
+        refusal = (
+            plan(config(host=size, direct_layers=[0, 1]), FACTS, ROW, machine=machine(**GPU)).refusal() or ""
+        )
+        assert refusal.startswith(
+            "arena floor: needs 72 rows (64 rows of direct layers and a place for each read in flight), has "
+            f"{short}; raise tiers.host.size to 72 rows, "
+            "or take layers out of tiers.device.direct_layers"
+        )
+    assert plan(config(host="72 rows", direct_layers=[0, 1]), FACTS, ROW, machine=machine(**GPU)).ok
+
+
+def test_direct_layers_need_a_pinned_arena_of_a_gpu() -> None:
+    pageable = machine(**{**GPU, "memlock": 10 * STRIDE})
+    extra = {"on_limit": "pageable"}
+    refusal = plan(
+        config(host="80 rows", host_extra=extra, direct_layers=[0]), FACTS, ROW, machine=pageable
+    ).refusal()
+    assert refusal == (
+        "direct layers: 32 rows are read in place from a pinned arena, and the arena is pageable; set tiers.host.size "
+        "and tiers.host.on_limit so that it is, or take tiers.device.direct_layers out"
+    )
+    on_cpu = plan(config(host="80 rows", direct_layers=[0]), FACTS, ROW, machine=ROOMY).refusal() or ""
+    assert on_cpu.startswith("direct layers: layers that a CPU computes read host memory anyway; take")
+
+
+def test_direct_layers_are_named_as_the_model_numbers_them() -> None:
+    facts = ModelFacts(3, 32, 4, 256, 128, layer_ids=(3, 4, 7))
+    assert plan(config(host="80 rows", direct_layers=[7]), facts, ROW, machine=machine(**GPU)).ok
+    with pytest.raises(ConfigError, match=r"layer 5 has no routed experts; the layers that do are 3\.\.4, 7"):
+        plan(config(host="80 rows", direct_layers=[3, 5]), facts, ROW, machine=machine(**GPU))
 
 
 def test_where_nothing_streams_there_is_no_staging_memory() -> None:
