@@ -14,7 +14,7 @@ from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, LocalConsensus
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.metrics import TierMetrics
-from ziggurat.residency.placement import Placement, open_arena, open_kernels, open_pool, open_ring
+from ziggurat.residency.placement import Placement, map_arena, open_arena, open_kernels, open_pool, open_ring
 from ziggurat.residency.ports import ExpertOps, RowArena, RowPack, RowPool
 from ziggurat.residency.runtime_errors import UnsupportedDeviceError
 from ziggurat.residency.service import ExpertService
@@ -106,6 +106,7 @@ def open_service(
             ops=ops,
             kernels=kernels,
             ring=ring,
+            mapped=None if kernels is None else map_arena(place, arena),
             max_tokens=place.max_tokens,
             heat_folder=heat_folder(config),
             slot_seed=slot_seed,

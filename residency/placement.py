@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Callable
@@ -126,6 +127,18 @@ def open_arena(
         pageable_instead=on_limit == "pageable",
         progress=_progress(),
     )
+
+
+def map_arena(place: Placement, arena: RowArena | None) -> torch.Tensor | None:
+    """The arena as kernels of the placement see it, or None if they do not."""
+    if arena is None or not place.on_gpu:
+        return None if arena is None else arena.tensor
+    pointer: int | None = getattr(arena, "device_pointer", None)
+    if pointer is None or pointer == arena.tensor.data_ptr():
+        return None if pointer is None else arena.tensor
+    # An address that only devices use: nothing is read through this tensor.
+    there = (ctypes.c_uint8 * (arena.places * arena.stride)).from_address(pointer)
+    return torch.frombuffer(there, dtype=torch.uint8).view(arena.places, arena.stride)
 
 
 def open_kernels(place: Placement, geometry: ServiceGeometry, codec: Codec) -> LayerKernels | None:

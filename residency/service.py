@@ -22,6 +22,7 @@ from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, NoConsensus
 from ziggurat.residency.device_layer import DeviceLayers
 from ziggurat.residency.device_state import DeviceState
+from ziggurat.residency.direct_layers import DirectLayers, check_direct, direct_indices
 from ziggurat.residency.errors import ResidencyError
 from ziggurat.residency.fetch import Entry, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
@@ -86,6 +87,7 @@ class ExpertService:
     pack, arena and pool belong to the service from here on and are closed with it. arena=None: no host cache, rows
     pass through a few pageable staging places. heat_folder=None: heat is neither read nor saved.
     kernels: runs layers where the pool is; None = the host computes them with `ops`, which needs a pool in host memory.
+    mapped: the arena as kernels see it, uint8 [places, stride], which layers without slots read in place.
     ring: staging memory through which rows that only a prompt wants pass; the service's from here on.
     max_tokens: rows of the largest batch that `moe` is called with; ring and max_tokens are of interest with kernels.
     slot_seed: hand free slots out in a shuffled order (results do not depend on it; determinism tests use it).
@@ -106,6 +108,7 @@ class ExpertService:
         ops: ExpertOps | None = None,
         kernels: LayerKernels | None = None,
         ring: StagingRing | None = None,
+        mapped: torch.Tensor | None = None,
         max_tokens: int = 0,
         heat_folder: Path | None = None,
         slot_seed: int | None = None,
@@ -141,6 +144,13 @@ class ExpertService:
             pack, arena, make_policy(config.policy.eviction), experts=geometry.experts, staging=readers
         )
         self._fetcher = Fetcher(self.slots, self.cache)
+        direct = None
+        direct_indexes = direct_indices(config.tiers.device.direct_layers, geometry.layer_ids)
+        if direct_indexes:
+            check_direct(kernels, mapped)
+            assert mapped is not None
+            direct = DirectLayers.fixed(geometry, direct_indexes, self.cache, mapped, pool.device)
+        self._direct_keys = frozenset() if direct is None else direct.keys
         self._layers: LayerRunner | DeviceLayers
         if kernels is None:
             self._layers = LayerRunner(geometry, codec, ops or cpu_ops, self.slots, self._fetcher)
@@ -148,8 +158,8 @@ class ExpertService:
             state = DeviceState(geometry.layers, geometry.experts, max_tokens, pool.device)
             streamed = None
             if ring is not None:
-                streamed = StreamedLayers(geometry, kernels, pool, self._fetcher, state, ring)
-            self._layers = DeviceLayers(geometry, kernels, self.slots, self._fetcher, state, streamed)
+                streamed = StreamedLayers(geometry, kernels, pool, self._fetcher, state, ring, direct)
+            self._layers = DeviceLayers(geometry, kernels, self.slots, self._fetcher, state, streamed, direct)
         self._runner = StepRunner(
             geometry,
             self.slots,
@@ -166,6 +176,7 @@ class ExpertService:
         )
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
         self._account.gauges(with_heat=True)
+        self._account.direct(len(self._direct_keys))
         # Guards heat and what is booked late; held during a capture, it keeps that thread from asking the device.
         self._books = threading.RLock()
         self._late_books = LateBooks(self._book_late)
@@ -229,8 +240,9 @@ class ExpertService:
         if self._heat_path is not None:
             note = self._log(load_heat(self._heat_path, self._heat_key, self.heat))
         ranked = self.heat.order() if self._config.heat.warm_start else []
-        if self.slots.slots >= self.geometry.rows:
-            known = dict(ranked)
+        ranked = [(key, heat) for key, heat in ranked if key not in self._direct_keys]
+        if self.slots.slots >= self.geometry.rows - len(self._direct_keys):
+            known = {key for key, _ in ranked} | self._direct_keys
             ranked += [(key, 0.0) for key in range(self.geometry.rows) if key not in known]
         hottest = dict(ranked[: self.slots.slots])
         epoch = self.cache.open_epoch()

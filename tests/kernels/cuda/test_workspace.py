@@ -13,7 +13,13 @@ DEMO = ExpertGeometry(256, 128)
 
 @pytest.mark.parametrize(
     ("geometry", "top_k", "max_tokens", "tokens"),
-    [(DEMO, 4, 512, 512), (DS4, 6, 8192, 8192), (DS4, 6, 32768, 10752), (DS4, 6, 1, 1), (ExpertGeometry(65536, 64), 64, 8192, 256)],
+    [
+        (DEMO, 4, 512, 512),
+        (DS4, 6, 8192, 8192),
+        (DS4, 6, 32768, 10752),
+        (DS4, 6, 1, 1),
+        (ExpertGeometry(65536, 64), 64, 8192, 256),
+    ],
 )
 def test_a_part_is_the_whole_batch_or_as_much_as_fits(
     geometry: ExpertGeometry, top_k: int, max_tokens: int, tokens: int
