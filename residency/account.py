@@ -107,6 +107,11 @@ class Account:
             add("ziggurat_verification_failures_total", sum(fault.verification for fault in report.faults))
             self._set_tier("arena", self._cache.capacity, self._cache.used)
 
+    def direct(self, rows: int) -> None:
+        """Rows that are read in place."""
+        with self._metrics.writing():
+            self._metrics.set("ziggurat_direct_rows", rows)
+
     def unarmed_call(self) -> None:
         with self._metrics.writing():
             self._metrics.add("ziggurat_unarmed_calls_total", 1)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from ziggurat.residency.device_state import Counted, DeviceState
+from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.fetch import Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.passes import BoolArray, IntArray, PassMode, PassState, Route
@@ -48,7 +49,8 @@ class LateCounts:
 class DeviceLayers:
     """Runs layers through `kernels` against a slot pool, and keeps the books of a pass from what they count.
 
-    streamed: how prompts pass by a full pool; None = rows that a prompt wants take slots.
+    streamed: how prompts pass by a full pool; None = rows that a prompt wants take slots. direct: layers that have no
+    slots and are read in place.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class DeviceLayers:
         fetcher: Fetcher,
         state: DeviceState,
         streamed: StreamedLayers | None = None,
+        direct: DirectLayers | None = None,
     ) -> None:
         self.defers = True
         self._geometry = geometry
@@ -67,6 +70,7 @@ class DeviceLayers:
         self._fetcher = fetcher
         self._device = state
         self._streamed = streamed
+        self._direct = direct
         self._passing: PassState | None = None  # of a pass that is streamed as a whole
         self._deferred: deque[Download] = deque()
         self._sure = False  # whether the passes since the last `begin` could not miss
@@ -107,12 +111,16 @@ class DeviceLayers:
         self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         device = self._device
+        slots, pool = device.table_of[layer], self._slots.pool.tensor
+        places = None if self._direct is None else self._direct.slots_of(layer)
+        if places is not None and self._direct is not None:
+            slots, pool = places, self._direct.arena
         return self._kernels.run(
             x,
             topk_weights,
             topk_ids,
-            slots=device.table_of[layer],
-            pool=self._slots.pool.tensor,
+            slots=slots,
+            pool=pool,
             live=device.live,
             prefill=device.prefill,
             counts=device.counts_of[layer],
@@ -130,6 +138,11 @@ class DeviceLayers:
         """A layer of an inline pass, in as many parts as its tokens need."""
         tokens = state.step.tokens
         ids = topk_ids[: tokens.count].cpu().numpy()  # the layer's one host synchronisation
+        if self._direct is not None and self._direct.slots_of(layer) is not None:
+            pairs, _ = count_pairs(ids, self._geometry.experts, None)
+            state.routes.append(Route(layer, np.flatnonzero(pairs), pairs[pairs > 0]))
+            state.count(int(pairs.sum()), 0)
+            return self._launch(layer, x, topk_weights, topk_ids)
         outs = []
         for first, rows, live in self._device.parts(x.shape[0], tokens.count, self._kernels.part_tokens):
             here = slice(first, first + rows)
@@ -253,7 +266,8 @@ class DeviceLayers:
         here = self._slots.table.numpy != ABSENT
         routed = pairs > 0
         state.used.update(_weights(steady, routed & here))
-        state.missed.update(_weights(steady, routed & ~here))
+        absent = ~here if self._direct is None else ~(here | self._direct.mask)
+        state.missed.update(_weights(steady, routed & absent))
         state.missing_pairs = counted.missing
         state.routes.append(_route(pairs))
         state.count(int(pairs.sum()), counted.missing)

@@ -12,7 +12,11 @@ import numpy as np
 import torch
 
 from ziggurat.residency.errors import ConfigError
+from ziggurat.residency.geometry import ServiceGeometry
+from ziggurat.residency.host_cache import HostCache
 from ziggurat.residency.passes import BoolArray
+from ziggurat.residency.ports import LayerKernels
+from ziggurat.residency.runtime_errors import UnsupportedDeviceError
 
 
 def direct_indices(wanted: Sequence[int], layer_ids: Sequence[int]) -> tuple[int, ...]:
@@ -40,6 +44,19 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}..{span[1]}" for span in spans)
 
 
+def check_direct(kernels: LayerKernels | None, arena: torch.Tensor | None) -> None:
+    """UnsupportedDeviceError unless `kernels` can read `arena` in place."""
+    if kernels is None:
+        raise UnsupportedDeviceError(
+            "tiers.device.direct_layers: layers that a CPU computes read host memory anyway; take it out"
+        )
+    if arena is None:
+        raise UnsupportedDeviceError(
+            "tiers.device.direct_layers: kernels cannot read the arena in place, since it is not page-locked and mapped"
+            " for them; set tiers.host.size and tiers.host.on_limit so that it is, or take the layers out"
+        )
+
+
 class DirectLayers:
     """indices: of the layers. arena: uint8 [places, stride] as the device sees it.
 
@@ -48,22 +65,36 @@ class DirectLayers:
 
     def __init__(
         self,
-        layers: int,
-        experts: int,
+        geometry: ServiceGeometry,
         indices: Sequence[int],
         arena: torch.Tensor,
         places: Mapping[int, int],
         device: torch.device,
     ) -> None:
         self.arena = arena
-        self.mask: BoolArray = np.zeros(
-            (layers, 1), dtype=np.bool_
-        )  # bool [L, 1], to be combined with slot tables
+        self.keys = frozenset(places)
+        #: bool [L, 1], to be combined with slot tables
+        self.mask: BoolArray = np.zeros((geometry.layers, 1), dtype=np.bool_)
         self.mask[list(indices)] = True
-        found = [[places[layer * experts + expert] for expert in range(experts)] for layer in indices]
+        found = [
+            [places[geometry.key(layer, expert)] for expert in range(geometry.experts)] for layer in indices
+        ]
         with torch.inference_mode(False):
             tables = torch.tensor(found, dtype=torch.int32, device=device)
         self._slots = dict(zip(indices, tables.unbind(0), strict=True))
+
+    @classmethod
+    def fixed(
+        cls,
+        geometry: ServiceGeometry,
+        indices: Sequence[int],
+        cache: HostCache,
+        arena: torch.Tensor,
+        device: torch.device,
+    ) -> DirectLayers:
+        """Read the rows of `indices` into fixed places of `cache`. HostCacheError if that fails."""
+        keys = [geometry.key(layer, expert) for layer in indices for expert in range(geometry.experts)]
+        return cls(geometry, indices, arena, cache.fix(keys), device)
 
     def slots_of(self, layer: int) -> torch.Tensor | None:
         """int32 [E]: the places of a layer, or None if it is not direct. The same memory at every call."""

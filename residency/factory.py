@@ -95,7 +95,7 @@ def open_service(
         kernels = open_kernels(place, geometry, codec)
         arena = _arena(config, place, one, kind, pack.header.stride)
         mapped = None if kernels is None else map_arena(place, arena)
-        if ring is None and mapped is not None and mapped.view is not None and _needs_ring(config, consensus):
+        if ring is None and mapped is not None and _needs_ring(config, consensus):
             ring = open_ring(place, ring_of(LEAST_ROWS, geometry.experts), pack.header.stride)
         return ExpertService(
             config,
@@ -111,6 +111,7 @@ def open_service(
             ring=ring,
             max_tokens=place.max_tokens,
             mapped=mapped,
+            inline=True,
             heat_folder=heat_folder(config),
             slot_seed=slot_seed,
             replay_enabled=replay_enabled,

@@ -5,7 +5,7 @@ A few places are staging: rows that may not displace anything pass through them,
 as the row has been copied on. Three rules hold whatever happens:
 
 * a key is findable only after its bytes arrived and were verified, so a failed read never becomes a hit;
-* rows that only a scan wants (weight 0) fill free places and never evict;
+* rows that only a scan wants (weight 0) fill free places and never evict, nor is anything evicted that was fixed;
 * a place that a step in flight may still read is not written to before that step's epoch is closed.
 """
 
@@ -104,6 +104,7 @@ class HostCache:
         self._place_of: dict[int, int] = {}
         self._free = list(range(arena.places - 1, self.staging - 1, -1))
         self._idle_staging = list(range(self.staging - 1, -1, -1))
+        self._fixed: set[int] = set()  # keys whose places are theirs for good; the policy does not know them
         self._reading: set[int] = set()  # keys on their way into a cache place
         self._readers: list[list[int]] = [[] for _ in range(arena.places)]  # epochs that may read a place
         self._open_epochs: set[int] = set()
@@ -213,6 +214,31 @@ class HostCache:
             report.faults += batch.faults
         return report
 
+    def fix(self, keys: Sequence[int]) -> dict[int, int]:
+        """Read rows that stay where they are for good; before anything else has used the cache. Their places.
+
+        HostCacheError if they are more than the free places, or if one of them cannot be read.
+        """
+        with self._changed:
+            if len(keys) > len(self._free):
+                raise HostCacheError(
+                    f"{len(keys)} rows want a place for good, and the host arena has {len(self._free)} beside those"
+                    " for reads in flight; raise tiers.host.size, or take layers out of tiers.device.direct_layers"
+                )
+            plan = [_Reservation(key, 0.0, self._free.pop(), cached=True) for key in keys]
+            self._fixed.update(keys)
+            self._reading.update(keys)
+        faults: list[RowFault] = []
+        for batch in self._read(plan, dict.fromkeys(keys, 0.0), epoch=0):
+            faults += batch.faults
+        if faults:
+            layer, expert = divmod(faults[0].key, self._experts)
+            raise HostCacheError(
+                f"{len(faults)} rows of tiers.device.direct_layers could not be read; expert {expert} of layer "
+                f"{self._pack.header.layer_ids[layer]} first: {faults[0].reason}"
+            )
+        return {item.key: item.place for item in plan}
+
     def check(self) -> None:
         """HostCacheError unless every place has exactly one role, with no read in progress. For tests."""
         with self._changed:
@@ -221,7 +247,7 @@ class HostCache:
                 raise HostCacheError(
                     f"places {sorted(roles)} have a role, rows {self._reading} are being read"
                 )
-            if set(self.policy.order()) != set(self._place_of):
+            if set(self.policy.order()) != set(self._place_of) - self._fixed:
                 raise HostCacheError("the policy holds other keys than can be found")
 
     def _between(self) -> list[int]:
@@ -233,7 +259,9 @@ class HostCache:
         with self._changed:
             for key in [key for key in remaining if key in self._place_of]:
                 place = self._place_of[key]
-                self.policy.touch(key, remaining.pop(key))
+                weight = remaining.pop(key)
+                if key not in self._fixed:
+                    self.policy.touch(key, weight)
                 batch.rows.append(self._arrived(key, place, "arena", 0.0, epoch))
         return batch
 
@@ -344,6 +372,8 @@ class HostCache:
             return
         self._reading.discard(item.key)
         self._bind(item.key, item.place)
+        if item.key in self._fixed:
+            return
         if seed:
             self.policy.seed(item.key, item.weight)
         else:

@@ -39,8 +39,12 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "(token, expert) pairs that live tokens were routed to, in the first pass of each step",
     ),
-    MetricSpec("ziggurat_hit_pairs_total", "counter", "Routed pairs whose expert was in the pool"),
-    MetricSpec("ziggurat_missed_pairs_total", "counter", "Routed pairs whose expert was not in the pool"),
+    MetricSpec(
+        "ziggurat_hit_pairs_total",
+        "counter",
+        "Routed pairs whose expert was in the pool, or in a layer that is read in place",
+    ),
+    MetricSpec("ziggurat_missed_pairs_total", "counter", "Routed pairs whose expert was in neither"),
     MetricSpec(
         "ziggurat_replay_routed_pairs_total", "counter", "Pairs routed by the later passes of replayed steps"
     ),
@@ -100,6 +104,11 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("ziggurat_tier_capacity_bytes", "gauge", "Bytes of a tier's rows when full", labels=(_TIER,)),
     MetricSpec("ziggurat_tier_used_bytes", "gauge", "Bytes of the rows that a tier holds", labels=(_TIER,)),
     MetricSpec("ziggurat_tier_occupancy_ratio", "gauge", "Used rows / capacity of a tier", labels=(_TIER,)),
+    MetricSpec(
+        "ziggurat_direct_rows",
+        "gauge",
+        "Rows of layers that have no slots and are read in place from the arena",
+    ),
     MetricSpec("ziggurat_coverage_ratio", "gauge", "Pool slots / experts of the model"),
     MetricSpec(
         "ziggurat_pool_heat_ratio", "gauge", "Share of recent routings that went to experts in the pool"

@@ -14,7 +14,6 @@ from ziggurat.kernels.codecs.base import Codec
 from ziggurat.kernels.cpu.layer import CpuLayerKernels
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.geometry import ServiceGeometry
-from ziggurat.residency.inline.choice import MappedArena
 from ziggurat.residency.ports import LayerKernels, RowArena, RowPool
 from ziggurat.residency.runtime_errors import UnsupportedDeviceError
 from ziggurat.residency.sizes import format_bytes
@@ -130,20 +129,16 @@ def open_arena(
     )
 
 
-def map_arena(place: Placement, arena: RowArena | None) -> MappedArena:
-    """The arena as kernels of the placement see it."""
-    if arena is None:
-        return MappedArena(None, "there is no arena; set tiers.host.size")
-    if not place.on_gpu:
-        return MappedArena(arena.tensor)
+def map_arena(place: Placement, arena: RowArena | None) -> torch.Tensor | None:
+    """The arena as kernels of the placement see it, or None if they do not."""
+    if arena is None or not place.on_gpu:
+        return None if arena is None else arena.tensor
     pointer: int | None = getattr(arena, "device_pointer", None)
-    if pointer is None:
-        return MappedArena(None, "the arena is not page-locked memory, which a GPU cannot read by itself")
-    if pointer == arena.tensor.data_ptr():
-        return MappedArena(arena.tensor)
+    if pointer is None or pointer == arena.tensor.data_ptr():
+        return None if pointer is None else arena.tensor
     # An address that only devices use: nothing is read through this tensor.
     there = (ctypes.c_uint8 * (arena.places * arena.stride)).from_address(pointer)
-    return MappedArena(torch.frombuffer(there, dtype=torch.uint8).view(arena.places, arena.stride))
+    return torch.frombuffer(there, dtype=torch.uint8).view(arena.places, arena.stride)
 
 
 def open_kernels(place: Placement, geometry: ServiceGeometry, codec: Codec) -> LayerKernels | None:

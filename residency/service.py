@@ -16,25 +16,26 @@ import torch
 from ziggurat.allocators.errors import AllocatorError
 from ziggurat.allocators.pageable import PageableArena
 from ziggurat.kernels.cpu import moe as cpu_ops
-from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.account import Account
 from ziggurat.residency.background import BackgroundThread
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, NoConsensus
 from ziggurat.residency.device_layer import DeviceLayers
 from ziggurat.residency.device_state import DeviceState
+from ziggurat.residency.direct_layers import DirectLayers, check_direct, direct_indices
 from ziggurat.residency.errors import ResidencyError
 from ziggurat.residency.fetch import Entry, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
 from ziggurat.residency.inline.cache import InlineCache
-from ziggurat.residency.inline.choice import MappedArena, choose
+from ziggurat.residency.inline.choice import choose
 from ziggurat.residency.inline.churn import ArenaChurn
 from ziggurat.residency.inline.layers import InlineLayers
 from ziggurat.residency.inline.parts import Hooks, Inline
 from ziggurat.residency.late_books import LateBooks
 from ziggurat.residency.layer import LayerRunner
+from ziggurat.residency.matching import check_geometry
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import (
     PassMode,
@@ -48,7 +49,7 @@ from ziggurat.residency.passes import (
 from ziggurat.residency.policies.registry import make_policy
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.preheat import Preheater
-from ziggurat.residency.runtime_errors import GeometryMismatchError, StepError
+from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.slots import SlotPool, SlotTable
 from ziggurat.residency.step import MissSettings, StepRunner
 from ziggurat.residency.streaming.layers import StreamedLayers
@@ -93,9 +94,10 @@ class ExpertService:
     pack, arena and pool belong to the service from here on and are closed with it. arena=None: no host cache, rows
     pass through a few pageable staging places. heat_folder=None: heat is neither read nor saved.
     kernels: runs layers where the pool is; None = the host computes them with `ops`, which needs a pool in host memory.
+    mapped: the arena as kernels see it, uint8 [places, stride], which layers without slots read in place. inline: the
+    others may fetch rows from there by themselves; needs a ring.
     ring: staging memory through which rows that only a prompt wants pass; the service's from here on.
     max_tokens: rows of the largest batch that `moe` is called with; ring and max_tokens are of interest with kernels.
-    mapped: the arena as the device of the kernels sees it, so that layers can fetch rows by themselves; needs a ring.
     slot_seed: hand free slots out in a shuffled order (results do not depend on it; determinism tests use it).
     replay_enabled, consensus_enabled: switches of negative controls; False makes results wrong or ranks diverge.
     """
@@ -114,14 +116,15 @@ class ExpertService:
         ops: ExpertOps | None = None,
         kernels: LayerKernels | None = None,
         ring: StagingRing | None = None,
+        mapped: torch.Tensor | None = None,
         max_tokens: int = 0,
-        mapped: MappedArena | None = None,
+        inline: bool = False,
         heat_folder: Path | None = None,
         slot_seed: int | None = None,
         replay_enabled: bool = True,
         consensus_enabled: bool = True,
     ) -> None:
-        _check_geometry(geometry, codec, pack, pool, consensus)
+        check_geometry(geometry, codec, pack, pool, consensus)
         readers = config.tiers.disk.readers
         if arena is None:
             arena = PageableArena(readers, pack.header.stride)
@@ -148,7 +151,8 @@ class ExpertService:
         self.slots = SlotPool(pool, table, make_policy(config.policy.eviction), _order(pool.slots, slot_seed))
         self.choice = choose(
             config.miss.mode,
-            mapped,
+            offered=inline,
+            mapped=mapped is not None,
             on_host=kernels is None,
             caches=arena.places > readers or arena.places >= geometry.rows,
             whole_pool=pool.slots >= geometry.rows,
@@ -165,6 +169,13 @@ class ExpertService:
             config.miss.tolerance,
             replay_enabled,
         )
+        direct = None
+        direct_indexes = direct_indices(config.tiers.device.direct_layers, geometry.layer_ids)
+        if direct_indexes:
+            check_direct(kernels, mapped)
+            assert mapped is not None
+            direct = DirectLayers.fixed(geometry, direct_indexes, self.cache, mapped, pool.device)
+        self._direct_keys = frozenset() if direct is None else direct.keys
         self._inline: Inline | None = None
         self._layers: LayerRunner | DeviceLayers | InlineLayers
         self._runner: StepRunner
@@ -172,15 +183,15 @@ class ExpertService:
             assert kernels is not None
             assert ring is not None
             assert mapped is not None
-            assert mapped.view is not None
             self._inline = Inline(
                 geometry,
                 kernels,
                 self.slots,
                 self._fetcher,
                 self.cache,
-                mapped.view,
+                mapped,
                 ring,
+                direct,
                 max_tokens,
                 consensus,
                 settings,
@@ -196,8 +207,10 @@ class ExpertService:
                 state = DeviceState(geometry.layers, geometry.experts, max_tokens, pool.device)
                 streamed = None
                 if ring is not None:
-                    streamed = StreamedLayers(geometry, kernels, pool, self._fetcher, state, ring)
-                self._layers = DeviceLayers(geometry, kernels, self.slots, self._fetcher, state, streamed)
+                    streamed = StreamedLayers(geometry, kernels, pool, self._fetcher, state, ring, direct)
+                self._layers = DeviceLayers(
+                    geometry, kernels, self.slots, self._fetcher, state, streamed, direct
+                )
             self._runner = StepRunner(
                 geometry, self.slots, self._fetcher, consensus, settings, self._layers, self._arm
             )
@@ -208,6 +221,7 @@ class ExpertService:
         self._account.gauges(with_heat=True)
         if kernels is not None:
             logger.info("misses are served %s: %s", _SERVED[self.choice.serving], self.choice.reason)
+        self._account.direct(len(self._direct_keys))
         # Guards heat and what is booked late; held during a capture, it keeps that thread from asking the device.
         self._books = threading.RLock()
         self._late_books = LateBooks(self._book_late)
@@ -271,8 +285,9 @@ class ExpertService:
         if self._heat_path is not None:
             note = self._log(load_heat(self._heat_path, self._heat_key, self.heat))
         ranked = self.heat.order() if self._config.heat.warm_start else []
-        if self.slots.slots >= self.geometry.rows or self._fills_arena:
-            known = dict(ranked)
+        ranked = [(key, heat) for key, heat in ranked if key not in self._direct_keys]
+        if self.slots.slots >= self.geometry.rows - len(self._direct_keys) or self._fills_arena:
+            known = {key for key, _ in ranked} | self._direct_keys
             ranked += [(key, 0.0) for key in range(self.geometry.rows) if key not in known]
         hottest = dict(ranked[: self.slots.slots])
         self._take_slots()
@@ -472,28 +487,3 @@ def _heat_file(pack: RowPack, folder: Path | None) -> tuple[HeatKey, Path | None
     h = pack.header
     key = HeatKey(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
     return key, None if folder is None else folder / key.filename(h.tp_rank, h.tp_size)
-
-
-def _check_geometry(
-    geometry: ServiceGeometry, codec: RowCodec, pack: RowPack, pool: RowPool, consensus: Consensus
-) -> None:
-    """GeometryMismatchError unless all parts speak of the same rows."""
-    h = pack.header
-    expert = ExpertGeometry(geometry.hidden, geometry.intermediate)
-    facts = {
-        "layers": (h.layers, geometry.layers),
-        "experts": (h.experts, geometry.experts),
-        "hidden": (h.hidden, geometry.hidden),
-        "intermediate": (h.intermediate, geometry.intermediate * consensus.size),
-        "layer_ids": (h.layer_ids, geometry.layer_ids),
-        "tensor-parallel rank": (h.tp_rank, consensus.rank),
-        "tensor-parallel size": (h.tp_size, consensus.size),
-        "codec": (h.codec, codec.name),
-        "row_bytes": (h.row_bytes, codec.row_bytes(expert)),
-        "stride": (h.stride, pool.stride),
-    }
-    for name, (packed, wanted) in facts.items():
-        if packed != wanted:
-            raise GeometryMismatchError(f"the pack has {name} {packed}, this service needs {wanted}")
-    if min(geometry.layers, geometry.experts, geometry.top_k) < 1:
-        raise GeometryMismatchError(f"a model needs layers, experts and top_k of at least 1, not {geometry}")

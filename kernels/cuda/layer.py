@@ -206,8 +206,6 @@ class CudaLayerKernels:
         layer: int = 0,
     ) -> torch.Tensor:
         """A whole layer: x [T, H] -> [T, H]; experts without a slot contribute zero. See residency's LayerKernels."""
-        if admission is not None:
-            raise LayerError("layers on a GPU are not admitted yet")
         x, topk_weights, topk_ids = self._checked(x, topk_weights, topk_ids)
         p = self._params
         p.admission = (

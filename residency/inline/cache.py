@@ -85,7 +85,7 @@ class InlineCache(HostCache):
         """Rows that a device has read; those that have left in the meantime are passed over."""
         with self._changed:
             for key in keys:
-                if key in self._place_of:
+                if key in self._place_of and key not in self._fixed:
                     self.policy.touch(key, 1.0)
 
     def bring(self, wanted: Mapping[int, float], *, epoch: int) -> Brought:
@@ -111,11 +111,11 @@ class InlineCache(HostCache):
         return brought
 
     def retire(self, keys: Iterable[int]) -> int:
-        """Evict rows, except those that are being copied out of. How many have left."""
+        """Evict rows, except those that are being copied out of or stay for good. How many have left."""
         left = 0
         with self._changed:
             for key in keys:
-                if key in self._place_of and self.quiet(self._place_of[key]):
+                if key in self._place_of and key not in self._fixed and self.quiet(self._place_of[key]):
                     self._retire(key)
                     left += 1
             self._rest()
@@ -156,9 +156,9 @@ class InlineCache(HostCache):
             self._changed.notify_all()
 
     def held(self) -> list[int]:
-        """Keys of all rows that can be found."""
+        """Keys of all rows that can be found and may leave."""
         with self._changed:
-            return list(self._place_of)
+            return [key for key in self._place_of if key not in self._fixed]
 
     # -- what HostCache asks -----------------------------------------------------------------------------------
 

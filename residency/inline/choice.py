@@ -5,20 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from ziggurat.residency.consensus import Consensus
 
 Serving = Literal["host", "inline", "replay"]
 SERVINGS: tuple[Serving, ...] = ("host", "inline", "replay")
-
-
-@dataclass(frozen=True, slots=True)
-class MappedArena:
-    """The arena as the device sees it, uint8 [places, stride], or None and why it does not see it."""
-
-    view: torch.Tensor | None
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +22,9 @@ class MissChoice:
 
 def choose(
     wanted: Literal["auto", "inline", "replay"],
-    mapped: MappedArena | None,
     *,
+    offered: bool,
+    mapped: bool,
     on_host: bool,
     caches: bool,
     whole_pool: bool,
@@ -41,18 +32,20 @@ def choose(
 ) -> MissChoice:
     """The same on every rank.
 
-    wanted: `miss.mode`. on_host: the host computes the layers. mapped: None = nobody asked. caches: whether the arena
-    has places beyond those for reads in flight. whole_pool: whether the pool has a slot for every row.
+    wanted: `miss.mode`. offered: layers may fetch rows by themselves; mapped: kernels see the arena. on_host: the host
+    computes the layers. caches: whether the arena has places beyond those for reads in flight. whole_pool: whether the
+    pool has a slot for every row.
     """
     if wanted == "replay":
         return MissChoice("replay", "miss.mode is replay")
     if on_host:
         return MissChoice("host", "the host computes the layers")
-    why = "nobody offered the arena to the device" if mapped is None else mapped.reason
-    if mapped is not None and mapped.view is not None and not caches:
+    able, why = offered and mapped and caches, "layers were not asked to fetch rows by themselves"
+    if offered and not caches:
         why = "there is no arena to cache rows in; set tiers.host.size"
-    able = mapped is not None and mapped.view is not None and caches
-    if mapped is not None and consensus.size > 1:
+    elif offered and not mapped:
+        why = "the arena is not page-locked, so the device cannot read it"
+    if offered and consensus.size > 1:
         everyone = consensus.gather((able, whole_pool, why))
         why = next((reason for can, _, reason in everyone if not can), why)
         able, whole_pool = (all(one[i] for one in everyone) for i in (0, 1))

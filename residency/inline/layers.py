@@ -17,6 +17,7 @@ import torch
 
 from ziggurat.residency.device_layer import LateCounts
 from ziggurat.residency.device_state import Counted
+from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.inline.cache import InlineCache
 from ziggurat.residency.inline.state import Events, InlineState, Passed
@@ -44,7 +45,8 @@ class InlineLayers:
     Two kinds of passes: those of mode REPLAY leave everything to the device, with or without a captured graph; those
     of mode INLINE are `streamed`, and change no slot.
 
-    want: called with the keys of rows that have left the pool and are not in the arena either.
+    want: called with the keys of rows that have left the pool and are not in the arena either. direct: layers that
+    admit nothing and are read in place.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class InlineLayers:
         state: InlineState,
         streamed: StreamedLayers,
         want: Callable[[Iterable[int]], None],
+        direct: DirectLayers | None = None,
     ) -> None:
         self.defers = True
         self.counts = InlineCounts()
@@ -66,6 +69,7 @@ class InlineLayers:
         self._device = state
         self._streamed = streamed
         self._want = want
+        self._direct = direct
         self._captured = {
             True: 0,
             False: 0,
@@ -127,12 +131,16 @@ class InlineLayers:
         admits: bool = True,
     ) -> torch.Tensor:
         device = self._device
+        slots, pool = device.table_of[layer], self._slots.pool.tensor
+        places = None if self._direct is None else self._direct.slots_of(layer)
+        if places is not None and self._direct is not None:
+            slots, pool, admits = places, self._direct.arena, False
         return self._kernels.run(
             x,
             topk_weights,
             topk_ids,
-            slots=device.table_of[layer],
-            pool=self._slots.pool.tensor,
+            slots=slots,
+            pool=pool,
             live=device.live,
             prefill=device.prefill,
             counts=device.counts_of[layer],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ziggurat.residency.consensus import Consensus
+from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.fetch import Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.heat import HeatMap
@@ -39,7 +40,8 @@ class Hooks:
 class Inline:
     """Layers, step runner and promotion of one service.
 
-    arena: as the device sees it. ring: for eager passes, see `StreamedLayers`. batch: rows promoted at a time.
+    arena: as the device sees it. ring: for eager passes, see `StreamedLayers`. direct: layers that are read in place.
+    batch: rows promoted at a time.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Inline:
         cache: InlineCache,
         arena: torch.Tensor,
         ring: StagingRing,
+        direct: DirectLayers | None,
         max_tokens: int,
         consensus: Consensus,
         settings: MissSettings,
@@ -62,10 +65,20 @@ class Inline:
         self._heat = heat
         self._rows = geometry.rows
         self._experts = geometry.experts
-        state = InlineState(geometry.layers, geometry.experts, max_tokens, arena, slots.pool.tensor)
-        streamed = StreamedLayers(geometry, kernels, slots.pool, fetcher, state, ring)
+        admitting = [layer for layer in range(geometry.layers) if direct is None or not direct.mask[layer, 0]]
+        state = InlineState(
+            geometry.layers,
+            geometry.experts,
+            max_tokens,
+            arena,
+            slots.pool.tensor,
+            first=admitting[0] if admitting else 0,
+        )
+        streamed = StreamedLayers(geometry, kernels, slots.pool, fetcher, state, ring, direct)
         self.promoter = Promoter(cache, self._heat_of, batch, hooks.filled)
-        self.layers = InlineLayers(geometry, kernels, slots, cache, state, streamed, self.promoter.want)
+        self.layers = InlineLayers(
+            geometry, kernels, slots, cache, state, streamed, self.promoter.want, direct
+        )
         self.runner = InlineStepRunner(
             geometry,
             slots,
@@ -77,6 +90,7 @@ class Inline:
             hooks.arm,
             settle=hooks.settle,
             report=hooks.filled,
+            admitting=len(admitting),
         )
         self.layers.hand_over(None)
 

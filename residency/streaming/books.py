@@ -56,10 +56,12 @@ def account(
     layer: int,
     ids: npt.NDArray[np.integer],
     table: npt.NDArray[np.int32],
+    *,
+    direct: bool,
 ) -> IntArray:
     """Book a layer's routing, ids [live, k], against its slots, int32 [E]; -> pairs of each expert, int64 [E].
 
-    RoutingError if an id is outside 0..E-1.
+    direct: the layer has no slots and misses none. RoutingError if an id is outside 0..E-1.
     """
     pairs, steady = count_pairs(ids, geometry.experts, state.step.tokens.prefill)
     experts = np.flatnonzero(pairs)
@@ -68,7 +70,7 @@ def account(
     keys = here + layer * geometry.experts
     state.used.update(zip(keys.tolist(), map(float, steady[here].tolist()), strict=True))
     state.routes.append(Route(layer, experts, pairs[experts]))
-    state.count(int(pairs.sum()), int(pairs[experts[~resident]].sum()))
+    state.count(int(pairs.sum()), 0 if direct else int(pairs[experts[~resident]].sum()))
     return pairs
 
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from ziggurat.residency.device_state import DeviceState
+from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.fetch import Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.passes import IntArray, PassState, StepTokens
@@ -65,7 +66,8 @@ class StreamedLayers:
     A batch that `kernels` take in several parts of tokens (`part_tokens`) streams a layer once for each of them, since
     contributions are summed per token in a fixed order: their workspace should hold the largest batch.
 
-    device: holds the number of live tokens; whoever runs the pass arms it.
+    device: holds the number of live tokens; whoever runs the pass arms it. direct: layers without slots, which stream
+    as any other, so that a row travels once for all tokens; in the books they miss nothing.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class StreamedLayers:
         fetcher: Fetcher,
         device: DeviceState,
         ring: StagingRing,
+        direct: DirectLayers | None = None,
     ) -> None:
         self._geometry = geometry
         self._kernels = kernels
@@ -83,6 +86,7 @@ class StreamedLayers:
         self._fetcher = fetcher
         self._device = device
         self._ring = ring
+        self._direct = direct
         self._tables = CourseTables(
             geometry.layers, geometry.experts, ring.rows, device.device, events=device.events
         )
@@ -138,8 +142,12 @@ class StreamedLayers:
         if state is None:
             return
         for layer, ids in calls:
-            account(self._geometry, state, layer, ids, self._table[layer])
+            self._account(state, layer, ids)
             fail(self._geometry, state, lost, layer, ids)
+
+    def _account(self, state: PassState, layer: int, ids: npt.NDArray[np.integer]) -> IntArray:
+        direct = self._direct is not None and self._direct.slots_of(layer) is not None
+        return account(self._geometry, state, layer, ids, self._table[layer], direct=direct)
 
     def _drop(self) -> None:
         self._ahead.clear()
@@ -168,7 +176,7 @@ class StreamedLayers:
             used = self._table[layer] != ABSENT
         else:
             ids = topk_ids[:live].cpu().numpy()  # the layer's one host synchronisation
-            pairs = account(self._geometry, state, layer, ids, self._table[layer])
+            pairs = self._account(state, layer, ids)
             used = (self._table[layer] != ABSENT) & (pairs > 0)
             self._courses = {layer: self._course(layer, pairs)}
             self._tables.show_course(layer, self._courses[layer])

@@ -12,7 +12,6 @@ import torch
 from support.fake_moe import EXPERTS, FakeModel, FakePacks, Passes, bits_equal, open_tiers, tiers
 from support.ranks import ThreadConsensus, run_ranks
 from support.wrapped_packs import WrappedPack
-from ziggurat.residency.inline.choice import MappedArena
 from ziggurat.residency.passes import PassPath, StepResult, StepTokens
 from ziggurat.residency.service import ExpertService
 
@@ -273,7 +272,7 @@ def test_ranks_take_the_same_passes(
         ("replay", {}, "replay", "miss.mode is replay"),
         ("auto", {"places": 2}, "replay", "no arena to cache rows in"),
         ("inline", {"places": 2}, "host", "no arena to cache rows in"),
-        ("auto", {"mapped": MappedArena(None, "not page-locked")}, "replay", "not page-locked"),
+        ("auto", {"mapped": None}, "replay", "not page-locked"),
     ],
 )
 def test_the_choice_is_made_and_told(
