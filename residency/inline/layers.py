@@ -7,6 +7,7 @@ nothing can be missing, and nobody waits for that either.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ziggurat.kernels.admission import CLOCK
 from ziggurat.residency.device_layer import LateCounts
 from ziggurat.residency.device_state import Counted
 from ziggurat.residency.direct_layers import DirectLayers
@@ -70,6 +70,10 @@ class InlineLayers:
         self._streamed = streamed
         self._want = want
         self._direct = direct
+        self._captured = {
+            True: 0,
+            False: 0,
+        }  # rows of the largest captured batch, by whether its layers admit
         self._streaming = False
         self._pass: int | None = (
             None  # epoch of the pass that was launched last, until it is learned or deferred
@@ -86,9 +90,19 @@ class InlineLayers:
     ) -> torch.Tensor:
         """The launches of a pass with no live token: what graphs are captured from. Zeros [T, H]."""
         self._check(layer, x, topk_weights, topk_ids, 0)
-        if not (x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not capturing:
             self._device.disarm()
-        return self._launch(layer, x, topk_weights, topk_ids)
+        fits = x.shape[0] <= self._kernels.part_tokens
+        if capturing:
+            self._captured[fits] = max(self._captured[fits], x.shape[0])
+        return self._launch(layer, x, topk_weights, topk_ids, admits=fits)
+
+    @property
+    def most_tokens(self) -> int:
+        """Live tokens of the largest step that layers can admit for. A batch of more rows than the kernels take at once
+        admits nothing, so if a graph of such a batch was captured, steps must not be padded to that."""
+        return self._captured[True] if self._captured[False] else self._kernels.part_tokens
 
     def run(
         self,
@@ -108,35 +122,30 @@ class InlineLayers:
         return self._streamed.run(state, layer, x, topk_weights, topk_ids)
 
     def _launch(
-        self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        admits: bool = True,
     ) -> torch.Tensor:
         device = self._device
+        slots, pool = device.table_of[layer], self._slots.pool.tensor
         places = None if self._direct is None else self._direct.slots_of(layer)
         if places is not None and self._direct is not None:
-            if layer == 0:  # which would have advanced the clock, in a pass with live tokens
-                device.admission.state[CLOCK : CLOCK + 1].add_(device.live.clamp(max=1))
-            return self._kernels.run(
-                x,
-                topk_weights,
-                topk_ids,
-                slots=places,
-                pool=self._direct.arena,
-                live=device.live,
-                prefill=device.prefill,
-                counts=device.counts_of[layer],
-                tally=device.tally,
-            )
+            slots, pool, admits = places, self._direct.arena, False
         return self._kernels.run(
             x,
             topk_weights,
             topk_ids,
-            slots=device.table_of[layer],
-            pool=self._slots.pool.tensor,
+            slots=slots,
+            pool=pool,
             live=device.live,
             prefill=device.prefill,
             counts=device.counts_of[layer],
             tally=device.tally,
-            admission=device.admission,
+            admission=device.admission if admits else None,
             layer=layer,
         )
 
@@ -158,6 +167,10 @@ class InlineLayers:
         self._device.give(table, owners, heat)
         self._sure = False
 
+    def promote(self, keys: Iterable[int]) -> None:
+        """Have rows read into the arena in the background, unless it has them."""
+        self._want(key for key in keys if not self._cache.holds(key))
+
     def _follow(self, events: Events) -> None:
         """Bring the mirror of slots and the arena's order up to date."""
         admitted = events.admitted
@@ -169,7 +182,7 @@ class InlineLayers:
             self._slots.follow(keys, events.slots[admitted], evicted)
             if not self._cache.full:  # nothing is evicted from an arena that has all
                 self._cache.touch(keys.tolist())
-                self._want(key for key in evicted.tolist() if key != ABSENT and not self._cache.holds(key))
+                self.promote(key for key in evicted.tolist() if key != ABSENT)
 
     @property
     def interrupted(self) -> bool:
@@ -260,6 +273,10 @@ class InlineLayers:
             self._check_sure(passed)
             pairs.append(passed.counted.pairs)
             missed.append(passed.missed_pairs())
+            if not wait:
+                time.sleep(
+                    0
+                )  # a thread that books several passes must not keep the stepping one from the interpreter
         return LateCounts(np.stack(pairs), np.array(missed)) if pairs else None
 
     @property

@@ -65,7 +65,15 @@ class Inline:
         self._heat = heat
         self._rows = geometry.rows
         self._experts = geometry.experts
-        state = InlineState(geometry.layers, geometry.experts, max_tokens, arena, slots.pool.tensor)
+        admitting = [layer for layer in range(geometry.layers) if direct is None or not direct.mask[layer, 0]]
+        state = InlineState(
+            geometry.layers,
+            geometry.experts,
+            max_tokens,
+            arena,
+            slots.pool.tensor,
+            first=admitting[0] if admitting else 0,
+        )
         streamed = StreamedLayers(geometry, kernels, slots.pool, fetcher, state, ring, direct)
         self.promoter = Promoter(cache, self._heat_of, batch, hooks.filled)
         self.layers = InlineLayers(
@@ -82,7 +90,7 @@ class Inline:
             hooks.arm,
             settle=hooks.settle,
             report=hooks.filled,
-            part_tokens=kernels.part_tokens,
+            admitting=len(admitting),
         )
         self.layers.hand_over(None)
 

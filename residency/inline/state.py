@@ -58,7 +58,8 @@ class Passed:
 class InlineState(DeviceState):
     """A DeviceState whose slot table belongs to an Admission; log and counts come to the host in one copy.
 
-    arena uint8 [places, stride] as the device sees it, pool uint8 [S, stride] on the device.
+    arena uint8 [places, stride] as the device sees it, pool uint8 [S, stride] on the device. first: of the layers that
+    admit.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class InlineState(DeviceState):
         arena: torch.Tensor,
         pool: torch.Tensor,
         *,
+        first: int = 0,
         events: EventFactory | None = None,
     ) -> None:
         self._keys = layers * experts
@@ -78,7 +80,7 @@ class InlineState(DeviceState):
         more = STATE_WORDS + self._room * _EVENT
         super().__init__(layers, experts, max_tokens, pool.device, more=more, events=events)
         with torch.inference_mode(False):
-            made = make_admission(layers, experts, arena, pool, log_events=self._room)
+            made = make_admission(layers, experts, arena, pool, log_events=self._room, first=first)
         self.admission: Admission = dataclasses.replace(
             made,
             table=self.table,

@@ -36,8 +36,8 @@ PROMPT_SHARE = 4
 class InlineStepRunner(StepRunner):
     """Runs steps over `InlineLayers`.
 
-    settle: books deferred passes, waiting for them. report: hears of rows that were read into the arena.
-    part_tokens: of the kernels; a larger batch is streamed, since a layer admits once.
+    settle: books deferred passes, waiting for them. report: hears of rows that were read into the arena. admitting: how
+    many layers fetch rows; the others are read in place.
     """
 
     def __init__(
@@ -53,14 +53,15 @@ class InlineStepRunner(StepRunner):
         *,
         settle: Callable[[], None],
         report: Callable[[FillReport], None],
-        part_tokens: int,
+        admitting: int,
     ) -> None:
         super().__init__(geometry, slots, fetcher, consensus, settings, layers, arm)
         self._inline = layers
         self._cache = cache
         self._settle = settle
         self._report = report
-        self._part_tokens = part_tokens
+        self._admitting = admitting
+        self._rows = admitting * geometry.experts  # that need a slot
         self._least_slots: int | None = None  # of all ranks
         self._may_be_sure: bool | None = (
             None  # whether every rank has room for every row in its arena or pool
@@ -105,13 +106,17 @@ class InlineStepRunner(StepRunner):
         """Whether a step goes past the slots: its experts do not fit, or a prompt would evict too many."""
         if self._least_slots is None:
             self._least_slots = min(self._consensus.gather(self._slots.slots))
+        if not self._admitting:
+            return False
         g = self._geometry
-        if tokens.count > self._part_tokens or min(g.experts, tokens.count * g.top_k) > self._least_slots:
+        if tokens.count > self._inline.most_tokens:
             return True
-        if tokens.prefill is None or self._least_slots >= g.rows:
+        if min(g.experts, tokens.count * g.top_k) > self._least_slots:
+            return True
+        if tokens.prefill is None or self._least_slots >= self._rows:
             return False
         prompt = int(tokens.prefill.sum())
-        return g.layers * min(g.experts, prompt * g.top_k) * PROMPT_SHARE > self._least_slots
+        return self._admitting * min(g.experts, prompt * g.top_k) * PROMPT_SHARE > self._least_slots
 
     def _nothing_can_be_missing(self) -> bool:
         """Whether every rank has every row in its arena, or in its pool. All ranks ask at the same steps: at every one
@@ -120,10 +125,10 @@ class InlineStepRunner(StepRunner):
             return True
         rows = self._geometry.rows
         if self._may_be_sure is None:
-            room = self._cache.capacity >= rows or self._slots.slots >= rows
+            room = self._cache.capacity >= rows or self._slots.slots >= self._rows
             self._may_be_sure = self._consensus.sum(int(not room)) == 0
         if self._may_be_sure:
-            complete = self._slots.complete
+            complete = self._slots.used >= self._rows
             self._sure = self._consensus.sum(int(not (self._cache.full or complete))) == 0
             self._sure_outcome = "clean" if complete else "inline"
         return self._sure
@@ -143,6 +148,7 @@ class InlineStepRunner(StepRunner):
                 self._bring(state)
                 return StepResult(value, "tolerated", passes, step.missed_pairs)
             if passes > self._settings.max_replays or not self._brought(state):
+                self._inline.promote(state.missed)  # the next step is likely to want the same experts
                 break
         return self._run_inline(forward, step, passes, "exact")
 
