@@ -467,6 +467,8 @@ class ExpertService:
             self._fetcher.drain()
             self._close_late_epoch()
             self.collect()
+            if self._inline is not None and self._inline.layers.interrupted:
+                self._inline.layers.recover()  # which waits for what may still read the arena
         except (RuntimeError, AllocatorError, ResidencyError) as error:
             logger.warning("the device did not finish its work: %s", error)
 

@@ -12,8 +12,11 @@ import torch
 from support.fake_moe import EXPERTS, FakeModel, FakePacks, Passes, bits_equal, open_tiers, tiers
 from support.ranks import ThreadConsensus, run_ranks
 from support.wrapped_packs import WrappedPack
+from ziggurat.residency import transfers
+from ziggurat.residency.inline.cache import InlineCache
 from ziggurat.residency.inline.choice import MappedArena
 from ziggurat.residency.passes import PassPath, StepResult, StepTokens
+from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.service import ExpertService
 
 ROWS = 48
@@ -289,3 +292,57 @@ def test_the_choice_is_made_and_told(
         assert service.choice.serving == serving
         assert service.metrics.value("ziggurat_miss_serving_ratio", serving) == 1
         assert any(why in record.getMessage() for record in caplog.records)
+
+
+# -- passes that nobody waits for ----------------------------------------------------------------------------------
+
+
+class SlowEvent:
+    """An event of a device that is behind until `done`."""
+
+    done = False
+    waited = 0
+
+    def record(self) -> None:
+        return
+
+    def query(self) -> bool:
+        return SlowEvent.done
+
+    def synchronize(self) -> None:
+        SlowEvent.waited += 1
+
+
+def test_a_place_rests_until_the_counts_of_passes_arrive(
+    packs: FakePacks, model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlowEvent, "done", False)
+    monkeypatch.setattr(transfers, "events_of", lambda device: SlowEvent)
+    service = started(packs, slots=12, places=ROWS)
+    assert isinstance(service.cache, InlineCache)
+    run = Passes(model, service)
+    run.step(model.inputs(1))
+    before = SlowEvent.waited
+    for seed in range(3):
+        run.step(model.inputs(1, seed=seed))
+    assert SlowEvent.waited == before, "nothing to wait for"
+    service.cache.retire([5])
+    service.collect(wait=False)
+    assert service.cache.resting == 1
+    monkeypatch.setattr(SlowEvent, "done", True)
+    service.collect(wait=False)
+    assert service.cache.resting == 0
+    service.close()
+
+
+def test_a_row_that_is_missing_after_all_is_an_error(packs: FakePacks, model: FakeModel) -> None:
+    """Nobody may take rows out of an arena that steps count on; if it happens, no wrong token goes unnoticed."""
+    service = started(packs, slots=3, places=ROWS)
+    assert isinstance(service.cache, InlineCache)
+    run = Passes(model, service)
+    run.step(model.inputs(1))
+    service.cache.retire(range(ROWS))
+    run.step(model.inputs(1))
+    with pytest.raises(StepError, match="missed in an arena that holds every row"):
+        service.collect()
+    service.close()
