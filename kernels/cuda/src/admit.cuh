@@ -33,59 +33,91 @@ struct ExpertSet { // in shared memory
     __device__ __forceinline__ void add(i32 e) { atomicOr(&words[e >> 5], 1u << (e & 31)); }
 };
 
-// One warp: a slot for one more row, or -1; `evicted`: whose it was, or -1. Moves the hand.
-DEV i32 find_victim(const Params& p, i32 clock, const ExpertSet& used, i32& hand, i32& evicted) {
+// What it costs to take a slot: nothing if it is free, more the warmer its owner is, NEVER for slots in use.
+constexpr u32 NEVER = ~0u;
+DEV u32 cost_of(const Params& p, i32 owner, i32 clock, const ExpertSet& used) {
     const Admission& a = p.admission;
-    const i32 lane = threadIdx.x & 31, width = min(CANDIDATES, a.slots);
-    for (i32 looks = (a.slots + CANDIDATES - 1) / CANDIDATES + 1; looks > 0; looks--) {
-        const i32 at = hand + lane < a.slots ? hand + lane : hand + lane - a.slots;
-        hand = (hand + CANDIDATES) % a.slots;
-        i32 owner = WITHHELD;
-        if (lane < width) owner = a.owners[at];
-        const i32 expert = owner - a.first_key;
-        u32 cost = ~0u; // of slots in use
-        if (owner == NOBODY)
-            cost = 0;
-        else if (owner >= 0 && !(expert >= 0 && expert < p.experts && used.has(expert)))
-            cost = 1 + decayed((u32)a.heat[owner], (u32)clock - (u32)a.last[owner]);
-        const u32 least = __reduce_min_sync(~0u, cost);
-        if (least != ~0u) {
-            const i32 first = __ffs(__ballot_sync(~0u, cost == least)) - 1;
-            evicted = __shfl_sync(~0u, owner, first);
-            return __shfl_sync(~0u, at, first);
-        }
-    }
-    evicted = NOBODY;
-    return -1;
+    if (owner == NOBODY) return 0;
+    const i32 expert = owner - a.first_key;
+    if (owner < 0 || (expert >= 0 && expert < p.experts && used.has(expert))) return NEVER;
+    return 1 + decayed((u32)a.heat[owner], (u32)clock - (u32)a.last[owner]);
 }
 
-// One warp: the absent experts in ascending order. Every lane sees what lane 0 wrote before it looks for the next slot.
+// The whole block of WARPS warps: the absent experts in ascending order. Costs do not change while a layer is admitted,
+// except for slots just taken; so each warp prepares a look, and the first one goes through them.
+template <int WARPS>
 DEV void admit_absent(const Params& p, i32 clock, const ExpertSet& used, const ExpertSet& absent) {
+    __shared__ u32 costs[WARPS][CANDIDATES];
+    __shared__ i32 owners[WARPS][CANDIDATES];
+    __shared__ i32 looked; // how many of these looks were used; negative: and no more are needed
     const Admission& a = p.admission;
-    const i32 lane = threadIdx.x & 31;
-    i32 hand = a.state[HAND], copies = 0;
-    u32 head = (u32)a.state[LOG_HEAD];
-    for (i32 word = 0; word * 32 < p.experts; word++)
-        for (u32 rest = absent.words[word]; rest != 0; rest &= rest - 1) {
-            const i32 key = a.first_key + word * 32 + __ffs(rest) - 1;
-            const i32 place = a.places[key];
-            i32 slot = -1, evicted = NOBODY;
-            if (place >= 0) slot = find_victim(p, clock, used, hand, evicted);
-            __syncwarp(); // all lanes have looked
-            if (lane == 0) {
-                if (evicted >= 0) a.table[evicted] = -1;
-                if (slot >= 0) {
-                    a.owners[slot] = key;
-                    a.table[key] = p.direct ? not_yet(slot) : slot;
-                    a.copies[copies] = make_int2(place, slot);
+    const i32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const i32 width = min(CANDIDATES, a.slots), most = (a.slots + CANDIDATES - 1) / CANDIDATES + 1;
+    i32 hand = a.state[HAND];
+    // Of the first warp: experts of a word that are still to be admitted, the places of all its experts, a lane each.
+    i32 word = -1, place = -1, expert = -1, looks = 0, copies = 0;
+    u32 rest = 0, head = (u32)a.state[LOG_HEAD];
+    for (bool more = true; more;) {
+        const i32 start = (hand + warp * CANDIDATES) % a.slots;
+        const i32 mine = start + lane < a.slots ? start + lane : start + lane - a.slots;
+        const i32 whose = lane < width ? a.owners[mine] : WITHHELD;
+        owners[warp][lane] = whose;
+        costs[warp][lane] = cost_of(p, whose, clock, used);
+        __syncthreads();
+        if (warp == 0) {
+            i32 look = 0;
+            while (true) {
+                if (expert < 0) { // the next one
+                    while (rest == 0 && ++word * 32 < p.experts) {
+                        rest = absent.words[word];
+                        place = rest >> lane & 1u ? a.places[a.first_key + word * 32 + lane] : -1;
+                    }
+                    if (rest == 0) {
+                        more = false;
+                        break;
+                    }
+                    expert = word * 32 + __ffs(rest) - 1;
+                    looks = 0;
                 }
-                a.log[head & a.log_mask] = make_int4(clock, key, slot, evicted);
+                const i32 from = __shfl_sync(~0u, place, expert & 31);
+                i32 slot = -1, evicted = NOBODY;
+                while (from >= 0 && slot < 0 && looks < most && look < WARPS) {
+                    const u32 cost = costs[look][lane], least = __reduce_min_sync(~0u, cost);
+                    if (least != NEVER) {
+                        const i32 first = __ffs(__ballot_sync(~0u, cost == least)) - 1;
+                        slot = ((hand + look * CANDIDATES) % a.slots + first) % a.slots;
+                        evicted = owners[look][first];
+                        // The same slot in later looks, if they come around to it.
+                        i32 at = slot - (hand + lane * CANDIDATES) % a.slots;
+                        if (at < 0) at += a.slots;
+                        if (lane > look && lane < WARPS && at < width) costs[lane][at] = NEVER;
+                        __syncwarp();
+                    }
+                    look++, looks++;
+                }
+                if (from >= 0 && slot < 0 && looks < most) break; // out of looks
+                const i32 key = a.first_key + expert;
+                if (lane == 0) {
+                    if (evicted >= 0) a.table[evicted] = -1;
+                    if (slot >= 0) {
+                        a.owners[slot] = key;
+                        a.table[key] = p.direct ? not_yet(slot) : slot;
+                        a.copies[copies] = make_int2(from, slot);
+                    }
+                    a.log[head & a.log_mask] = make_int4(clock, key, slot, evicted);
+                }
+                copies += slot >= 0;
+                head++;
+                rest &= rest - 1;
+                expert = -1;
             }
-            __syncwarp();
-            copies += slot >= 0;
-            head++;
+            if (lane == 0) looked = more ? look : ~look;
         }
-    if (lane == 0) {
+        __syncthreads();
+        more = looked >= 0;
+        hand = (hand + (more ? looked : ~looked) * CANDIDATES) % a.slots;
+    }
+    if (threadIdx.x == 0) {
         a.state[HAND] = hand;
         a.state[LOG_HEAD] = (i32)head;
         a.state[COPIES] = copies;
@@ -116,14 +148,14 @@ struct Use {
 
 // The whole block, behind a barrier that follows the last `used.add`, `absent.add` and `clock_now`: true if experts
 // were absent, whose slots, for those that got one, are in the table now. `lacks`: some thread added one to `absent`.
+template <int WARPS>
 DEV bool admit(const Params& p, i32 clock, bool lacks, const ExpertSet& used, const ExpertSet& absent) {
     if (threadIdx.x == 0) p.admission.state[CLOCK] = clock;
     if (!lacks) {
         if (threadIdx.x == 0) p.admission.state[COPIES] = 0;
         return false;
     }
-    if (threadIdx.x < 32) admit_absent(p, clock, used, absent);
-    __syncthreads();
+    admit_absent<WARPS>(p, clock, used, absent); // ends with a barrier behind all changes of the table
     return true;
 }
 

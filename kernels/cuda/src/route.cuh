@@ -47,7 +47,7 @@ DEV void route_small(const Params& p) {
             use.note(p, clock, e, decode);
         }
         const bool lacks = __syncthreads_or(e >= 0 && slot < 0);
-        if (admit(p, clock, lacks, used, absent) && e >= 0 && slot < 0) {
+        if (admit<8>(p, clock, lacks, used, absent) && e >= 0 && slot < 0) {
             slot = slot_now(p, e);
             arrives = slot >= 0;
         }
@@ -151,7 +151,7 @@ DEV void route_large(const Params& p, i32* shared) {
         }
     }
     lacks = __syncthreads_or(lacks);
-    const bool admits = admitted(p) && admit(p, clock, lacks, used, absent);
+    const bool admits = admitted(p) && admit<ROUTE_WARPS>(p, clock, lacks, used, absent);
     if (lacks) {
         for (i32 e = tid; e < p.experts; e += threads)
             if (slot_of[e] < 0 && total[e]) {
