@@ -298,6 +298,8 @@ class ExpertService:
         if self._inline is not None:
             self._inline.hand_over()
         if self.slots.slots < self.geometry.rows and arena_order and self.cache.capacity:
+            if self._preheater is not None:
+                self._preheater.close()
             self._preheater = Preheater(self.cache, arena_order, self._readers, self._account.filled)
             self._preheater.start()
         else:
