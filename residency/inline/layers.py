@@ -29,6 +29,8 @@ from ziggurat.residency.slots import ABSENT, SlotPool
 from ziggurat.residency.streaming.layers import StreamedLayers
 from ziggurat.residency.transfers import Download
 
+_SPARE = 24  # downloads of deferred passes that are at hand
+
 
 @dataclass(slots=True)
 class InlineCounts:
@@ -80,8 +82,8 @@ class InlineLayers:
         )
         self._deferred: deque[tuple[Download, int]] = deque()
         self._sure = False  # whether the passes since the last `begin` could not miss
-        # Enough for a host that is a step ahead of the device; page-locked memory is slow to get.
-        self._spare = [state.download() for _ in range(3)]
+        # Enough for what waits until the thread books it; page-locked memory is slow to get.
+        self._spare = [state.download() for _ in range(_SPARE)]
 
     # -- layers ------------------------------------------------------------------------------------------------
 
