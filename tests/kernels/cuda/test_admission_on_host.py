@@ -44,7 +44,7 @@ def follow(
 ) -> int:
     """Both over all calls; returns how many rows were copied."""
     b = copied(a)
-    layer = HostLayer(a.experts, top_k, len(calls[0].ids), STRIDE)
+    layer = HostLayer(a.experts, top_k, len(calls[0].ids), a.pool.shape[1])
     moved = 0
     for number, one in enumerate(calls):
         before = a.table[one.layer].clone()
@@ -111,6 +111,13 @@ def test_large_routes_admit_as_the_twin_does(
         pattern_rows(2 * experts, STRIDE), 2, slots, absent=range(3, 2 * experts, 11), log_events=32
     )
     assert follow(a, random_calls(2, experts, top_k, tokens, 3, seed=slots), top_k, large=True, most=most) > 0
+
+
+@pytest.mark.parametrize("vectors", [511, 512, 513, 1281, 24 * 512 + 7])
+def test_rows_of_several_chunks_arrive_and_nothing_beside_them(vectors: int) -> None:
+    """Chunks of 512 vectors, 24 blocks: fewer chunks than blocks, and more."""
+    a = over_rows(pattern_rows(16, vectors * 16), 2, 9)
+    assert follow(a, random_calls(2, 8, 3, 2, 2, seed=vectors), 3) > 3
 
 
 @pytest.mark.parametrize("large", [False, True])
