@@ -241,8 +241,10 @@ class DeviceLayers:
         if state.mode is PassMode.REPLAY:
             self._device.show(self._slots.table)
         elif self._streamed is not None:
-            # Free slots are a prompt's to fill; after that it passes by.
-            blind = self._streamed.blind(tokens) and not self._slots.free
+            # Free slots are a prompt's to fill; after that it passes by. Many decoding tokens do not: what they use
+            # should get slots.
+            prompt = 0 if tokens.prefill is None else int(tokens.prefill.sum())
+            blind = self._streamed.blind(prompt) and not self._slots.free
             self._streamed.begin(self._slots.table.numpy, tokens, state.step.epoch, blind=blind)
             self._passing = state if blind else None
 

@@ -105,9 +105,9 @@ class StreamedLayers:
     def ring(self) -> StagingRing:
         return self._ring
 
-    def blind(self, tokens: StepTokens) -> bool:
-        """Whether a step has so many pairs that nearly every expert of a layer is used."""
-        return tokens.count * self._geometry.top_k >= BLIND_PAIRS_PER_EXPERT * self._geometry.experts
+    def blind(self, tokens: int) -> bool:
+        """Whether so many tokens have so many pairs that nearly every expert of a layer is used."""
+        return tokens * self._geometry.top_k >= BLIND_PAIRS_PER_EXPERT * self._geometry.experts
 
     # -- passes ------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class StreamedLayers:
         self._drop()
         self._table = table.copy()
         self._epoch = epoch
-        self._blind = self.blind(tokens) if blind is None else blind
+        self._blind = self.blind(tokens.count) if blind is None else blind
         if self._blind:
             self._courses = {
                 layer: Course(np.flatnonzero(row == ABSENT), self._ring.rows)

@@ -96,6 +96,16 @@ def test_a_long_prompt_changes_no_slot_of_a_full_pool(
         assert result.misses_first_pass > 0
 
 
+def test_a_large_batch_that_decodes_gets_slots(packs: FakePacks, model: FakeModel) -> None:
+    """Otherwise a service that serves every step this way would keep for good what it had first."""
+    with tiers(packs, slots=9, on_device=True, miss=MODES["inline"]) as service:
+        run = Passes(model, service)
+        for step in range(3):
+            run.step(model.inputs(40, seed=step))
+            assert service.slots.evictions > 0
+        assert staged(service) == 0
+
+
 def test_a_long_prompt_fills_free_slots_and_evicts_nothing(packs: FakePacks, model: FakeModel) -> None:
     with tiers(packs, slots=40, on_device=True, miss=MODES["replay"]) as service:
         run = Passes(model, service)
