@@ -244,7 +244,8 @@ class DeviceLayers:
             # Free slots are a prompt's to fill; after that it passes by. Many decoding tokens do not: what they use
             # should get slots.
             prompt = 0 if tokens.prefill is None else int(tokens.prefill.sum())
-            blind = self._streamed.blind(prompt) and not self._slots.free
+            slotless = self._direct is not None and bool(self._direct.mask.all())
+            blind = self._streamed.blind(prompt) and (slotless or not self._slots.free)
             self._streamed.begin(self._slots.table.numpy, tokens, state.step.epoch, blind=blind)
             self._passing = state if blind else None
 

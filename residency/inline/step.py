@@ -25,6 +25,7 @@ from ziggurat.residency.passes import (
 )
 from ziggurat.residency.slots import SlotPool
 from ziggurat.residency.step import Arm, MissSettings, StepRunner
+from ziggurat.residency.streaming.layers import BLIND_PAIRS_PER_EXPERT
 
 T = TypeVar("T")
 
@@ -106,9 +107,11 @@ class InlineStepRunner(StepRunner):
         """Whether a step goes past the slots: its experts do not fit, or a prompt would evict too many."""
         if self._least_slots is None:
             self._least_slots = min(self._consensus.gather(self._slots.slots))
-        if not self._admitting:
-            return False
         g = self._geometry
+        if (
+            not self._admitting
+        ):  # nothing can be evicted, but a long prompt would read each row many times in place
+            return tokens.eager and tokens.count * g.top_k >= BLIND_PAIRS_PER_EXPERT * g.experts
         if tokens.count > self._inline.most_tokens:
             return True
         if min(g.experts, tokens.count * g.top_k) > self._least_slots:

@@ -119,6 +119,20 @@ def test_a_long_prompt_streams_direct_layers_and_misses_nothing_there(
         assert streamed == 48 - 1
 
 
+@pytest.mark.parametrize("mode", ["replay", "inline"])
+def test_a_long_prompt_streams_also_where_no_layer_has_slots(
+    packs: FakePacks, model: FakeModel, mode: str
+) -> None:
+    with tiers(packs, slots=1, places=50, on_device=True, direct=range(LAYERS), miss=MODES[mode]) as service:
+        run = Passes(model, service)
+        for tokens, streamed in ((4, 0), (40, 48)):
+            x = model.inputs(tokens)
+            result = run.step(x, StepTokens(tokens, np.ones(tokens, dtype=np.bool_), eager=True))
+            assert bits_equal(result.value, packs.reference(model, x))
+            assert result.misses_first_pass == 0
+            assert service.metrics.value("ziggurat_fetched_rows_total", "arena", "staging") == streamed
+
+
 def test_only_what_has_no_place_in_a_direct_layer_is_fetched(packs: FakePacks, model: FakeModel) -> None:
     with tiers(packs, slots=24, places=40, on_device=True, direct=[0, 3], miss=MODES["replay"]) as service:
         run = Passes(model, service)
