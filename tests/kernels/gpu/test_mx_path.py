@@ -45,7 +45,7 @@ def emulated() -> Library:
     """
     what, defines = unit("moe"), ("EMULATE_MX",)
     texts = nvrtc.sources_of(what.source, SOURCES)
-    digest = xxhash.xxh3_64_hexdigest(repr((sorted(texts.items()), target(), defines)))
+    digest = xxhash.xxh3_64_hexdigest(repr((sorted(texts.items()), target(), defines)).encode())
     file = Path(tempfile.gettempdir()) / f"ziggurat-emulated-{digest}.cubin"
     if not file.exists():
         compiled = nvrtc.compile_source(what.source, texts, target(), (*what.defines, *defines))
