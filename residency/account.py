@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from ziggurat.residency.device_layer import LateCounts
 from ziggurat.residency.fetch import SOURCES, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.heat import HeatMap
 from ziggurat.residency.host_cache import FillReport, HostCache
+from ziggurat.residency.inline.choice import SERVINGS, Serving
+from ziggurat.residency.inline.layers import InlineCounts
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import StepResult, StepState
 from ziggurat.residency.slots import ABSENT, SlotPool
@@ -35,6 +41,7 @@ class Account:
         self._heat = heat
         self._steps = 0
         self._evicted = {"pool": 0, "arena": 0}
+        self._inline, self._booked = InlineCounts(), InlineCounts()
 
     def step(self, step: StepState, result: StepResult[Any]) -> None:
         """Book one finished step."""
@@ -56,17 +63,34 @@ class Account:
             self._set_gauges(with_heat=self._steps % _HEAT_EVERY_STEPS == 0)
         self._steps += 1
 
-    def clean_steps(self, steps: int, pairs: int) -> None:
-        """Book steps of one pass that could not miss, and the pairs routed in all of them."""
+    def late_steps(self, late: LateCounts) -> None:
+        """Book steps of one pass that nobody waited for."""
         add = self._metrics.add
+        steps, pairs = len(late.pairs), int(late.pairs.sum())
+        missed = 0 if late.missed is None else int(late.missed.sum())
+        fetched = 0 if late.missed is None else int(np.count_nonzero(late.missed))
         with self._metrics.writing():
             add("ziggurat_routed_pairs_total", pairs)
-            add("ziggurat_hit_pairs_total", pairs)
-            add("ziggurat_steps_total", steps, "clean")
-            add("ziggurat_steps_without_miss_total", steps)
+            add("ziggurat_hit_pairs_total", pairs - missed)
+            add("ziggurat_missed_pairs_total", missed)
+            add("ziggurat_steps_total", steps - fetched, "clean")
+            add("ziggurat_steps_total", fetched, "inline")
+            add("ziggurat_steps_without_miss_total", steps - fetched)
             add("ziggurat_passes_total", steps)
             self._metrics.observe("ziggurat_step_passes", [1.0] * steps)
+            self._add_inline()
+            self._add_evictions()
             self._set_gauges(with_heat=True)
+
+    def serving(self, chosen: Serving) -> None:
+        """Who serves misses."""
+        with self._metrics.writing():
+            for one in SERVINGS:
+                self._metrics.set("ziggurat_miss_serving_ratio", float(one == chosen), one)
+
+    def follow(self, counts: InlineCounts) -> None:
+        """Book what a device does by itself from here on."""
+        self._inline = counts
 
     def fetches(self) -> None:
         """Book fetches outside a step."""
@@ -82,6 +106,11 @@ class Account:
             add("ziggurat_io_errors_total", len(report.faults))
             add("ziggurat_verification_failures_total", sum(fault.verification for fault in report.faults))
             self._set_tier("arena", self._cache.capacity, self._cache.used)
+
+    def direct(self, rows: int) -> None:
+        """Rows that are read in place."""
+        with self._metrics.writing():
+            self._metrics.set("ziggurat_direct_rows", rows)
 
     def unarmed_call(self) -> None:
         with self._metrics.writing():
@@ -99,9 +128,27 @@ class Account:
             rows = tally.rows[source]
             add("ziggurat_fetched_rows_total", rows, source, "pool")
             add("ziggurat_fetched_bytes_total", rows * self._cache.stride, source, "pool")
+            add("ziggurat_fetched_rows_total", tally.staged[source], source, "staging")
+            add("ziggurat_fetched_bytes_total", tally.staged[source] * self._cache.stride, source, "staging")
             self._metrics.observe("ziggurat_fetch_seconds", tally.seconds[source], source)
         add("ziggurat_io_errors_total", tally.io_errors)
         add("ziggurat_verification_failures_total", tally.verification_failures)
+        self._add_inline()
+        self._add_evictions()
+
+    def _add_inline(self) -> None:
+        """What the device has done since it was looked at last."""
+        add, now, before = self._metrics.add, self._inline, self._booked
+        rows = now.rows - before.rows
+        add("ziggurat_fetched_rows_total", rows, "arena", "pool")
+        add("ziggurat_fetched_bytes_total", rows * self._cache.stride, "arena", "pool")
+        add("ziggurat_inline_rows_total", rows)
+        add("ziggurat_inline_bytes_total", rows * self._cache.stride)
+        add("ziggurat_arena_misses_total", now.arena_misses - before.arena_misses)
+        self._booked = replace(now)
+
+    def _add_evictions(self) -> None:
+        add = self._metrics.add
         for tier, evicted in (("pool", self._slots.evictions), ("arena", self._cache.evictions)):
             add("ziggurat_evictions_total", evicted - self._evicted[tier], tier)
             self._evicted[tier] = evicted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ziggurat.residency.inline.choice import SERVINGS
 from ziggurat.residency.passes import OUTCOMES
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -27,7 +28,7 @@ class MetricSpec:
 
 
 _TIER = ("tier", ("pool", "arena"))
-_ROUTE = (("source", ("arena", "pack")), ("target", ("pool", "arena")))
+_ROUTE = (("source", ("arena", "pack")), ("target", ("pool", "arena", "staging")))
 _SOURCE = (("source", ("arena", "pack")),)
 _SECONDS = tuple(m * 10.0**e for e in range(-6, 1) for m in (1.0, 2.5, 5.0))
 _PASSES = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 16.0, 32.0, 64.0)
@@ -38,8 +39,12 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "(token, expert) pairs that live tokens were routed to, in the first pass of each step",
     ),
-    MetricSpec("ziggurat_hit_pairs_total", "counter", "Routed pairs whose expert was in the pool"),
-    MetricSpec("ziggurat_missed_pairs_total", "counter", "Routed pairs whose expert was not in the pool"),
+    MetricSpec(
+        "ziggurat_hit_pairs_total",
+        "counter",
+        "Routed pairs whose expert was in the pool, or in a layer that is read in place",
+    ),
+    MetricSpec("ziggurat_missed_pairs_total", "counter", "Routed pairs whose expert was in neither"),
     MetricSpec(
         "ziggurat_replay_routed_pairs_total", "counter", "Pairs routed by the later passes of replayed steps"
     ),
@@ -65,6 +70,17 @@ METRICS: tuple[MetricSpec, ...] = (
         labels=_SOURCE,
         bounds=_SECONDS,
     ),
+    MetricSpec(
+        "ziggurat_inline_rows_total",
+        "counter",
+        "Rows that a GPU fetched from the arena by itself while a step ran; also counted as moved from arena to pool",
+    ),
+    MetricSpec("ziggurat_inline_bytes_total", "counter", "Their bytes: rows x row stride"),
+    MetricSpec(
+        "ziggurat_arena_misses_total",
+        "counter",
+        "Rows that a GPU wanted to fetch by itself and that were not in the arena",
+    ),
     MetricSpec("ziggurat_evictions_total", "counter", "Rows that had to leave a tier", labels=(_TIER,)),
     MetricSpec("ziggurat_io_errors_total", "counter", "Rows that could not be read from the pack"),
     MetricSpec(
@@ -76,12 +92,23 @@ METRICS: tuple[MetricSpec, ...] = (
         "ziggurat_failed_tokens_total", "counter", "Tokens whose result was invalid for want of an expert"
     ),
     MetricSpec("ziggurat_unarmed_calls_total", "counter", "Layer calls outside a step, answered with zeros"),
+    MetricSpec(
+        "ziggurat_miss_serving_ratio",
+        "gauge",
+        "1 for who serves misses: the host layer by layer, the GPU inline, or the host by replaying steps",
+        labels=(("by", SERVINGS),),
+    ),
     MetricSpec("ziggurat_row_stride_bytes", "gauge", "Bytes that one row takes in every tier"),
     MetricSpec("ziggurat_tier_capacity_rows", "gauge", "Rows that a tier has room for", labels=(_TIER,)),
     MetricSpec("ziggurat_tier_used_rows", "gauge", "Rows that a tier holds", labels=(_TIER,)),
     MetricSpec("ziggurat_tier_capacity_bytes", "gauge", "Bytes of a tier's rows when full", labels=(_TIER,)),
     MetricSpec("ziggurat_tier_used_bytes", "gauge", "Bytes of the rows that a tier holds", labels=(_TIER,)),
     MetricSpec("ziggurat_tier_occupancy_ratio", "gauge", "Used rows / capacity of a tier", labels=(_TIER,)),
+    MetricSpec(
+        "ziggurat_direct_rows",
+        "gauge",
+        "Rows of layers that have no slots and are read in place from the arena",
+    ),
     MetricSpec("ziggurat_coverage_ratio", "gauge", "Pool slots / experts of the model"),
     MetricSpec(
         "ziggurat_pool_heat_ratio", "gauge", "Share of recent routings that went to experts in the pool"
