@@ -84,16 +84,8 @@ def synthetic(
     return Routing(ids, experts, f"synthetic: zipf {zipf}, drift {drift}, seed {seed}")
 
 
-def recorded(path: Path, tokens: int, *, repeat: int = 1, steps: int | None = None) -> Routing:
-    """A trace file's sequences decoded side by side: token t of every step belongs to one sequence.
-
-    path: an .npz whose `topk_ids` or `ids` is [sequences, positions, layers, top_k]. repeat: stack that many copies of
-    the trace's layers for a deeper model; each copy follows the next sequences, so that copies do not route alike.
-    steps: use that many positions, default all. The number of experts is the next power of two above the largest id.
-
-    Raises:
-        TraceError: no such trace in the file, or it has fewer sequences than tokens or fewer positions than steps.
-    """
+def load_trace(path: Path) -> npt.NDArray[np.integer]:
+    """The `topk_ids` or `ids` of an .npz: integers [sequences, positions, layers, top_k]; TraceError if it has none."""
     try:
         with np.load(path) as file:
             name = next((name for name in ("topk_ids", "ids") if name in file.files), None)
@@ -106,6 +98,45 @@ def recorded(path: Path, tokens: int, *, repeat: int = 1, steps: int | None = No
         raise TraceError(
             f"{path.name}: ids are {list(trace.shape)}, not [sequences, positions, layers, top_k]"
         )
+    found: npt.NDArray[np.integer] = trace
+    return found
+
+
+def adjustable(
+    steps: int, layers: int, experts: int, top_k: int, tokens: int, *, hit: float, hot: int, seed: int = 11
+) -> Routing:
+    """Choices of which a share `hit` falls on `hot` experts of each layer, uniformly; the others go round.
+
+    The round goes over all the other experts, so that by the time one is wanted again a pool with room for the hot ones
+    and a few rounds of a step has evicted it. Choices of a token are distinct.
+    """
+    random = np.random.default_rng(seed)
+    order = np.stack([random.permutation(experts) for _ in range(layers)])
+    cold = experts - hot
+    ids = np.empty((steps, layers, tokens, top_k), dtype=np.int32)
+    next_cold = np.zeros(layers, dtype=np.int64)
+    for step in range(steps):
+        for layer in range(layers):
+            count = random.binomial(top_k, 1 - hit, size=tokens)
+            for token, wanted in enumerate(np.minimum(count, cold).tolist()):
+                away = (next_cold[layer] + np.arange(wanted)) % cold
+                next_cold[layer] += wanted
+                near = random.choice(hot, top_k - wanted, replace=False)
+                ids[step, layer, token] = order[layer, np.concatenate([near, hot + away])]
+    return Routing(ids, experts, f"synthetic: {hit:.0%} of the choices on {hot} experts a layer, seed {seed}")
+
+
+def recorded(path: Path, tokens: int, *, repeat: int = 1, steps: int | None = None) -> Routing:
+    """A trace file's sequences decoded side by side: token t of every step belongs to one sequence.
+
+    path: an .npz whose `topk_ids` or `ids` is [sequences, positions, layers, top_k]. repeat: stack that many copies of
+    the trace's layers for a deeper model; each copy follows the next sequences, so that copies do not route alike.
+    steps: use that many positions, default all. The number of experts is the next power of two above the largest id.
+
+    Raises:
+        TraceError: no such trace in the file, or it has fewer sequences than tokens or fewer positions than steps.
+    """
+    trace = load_trace(path)
     sequences, positions = trace.shape[:2]
     wanted = positions if steps is None else steps
     if tokens > sequences or wanted > positions:
