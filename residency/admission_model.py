@@ -1,7 +1,7 @@
 """What the device's rules of admission would do with given routing, row by row on the host: for plans and studies.
 
-The rules are those of `ziggurat.kernels.admission`, over an arena that holds every row. No row is copied, only the books
-are kept. The arithmetic is that of the kernels, integer by integer, so their misses are these misses.
+The rules are those of `ziggurat.kernels.admission`, over an arena that holds every row. No row is copied, only the
+books are kept. The arithmetic is that of the kernels, integer by integer, so their misses are these misses.
 """
 
 from __future__ import annotations
@@ -56,6 +56,16 @@ class AdmissionModel:
         for slot, key in enumerate(keys):
             self._owners[slot] = key
             self._table[key] = slot
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        return self._experts
+
+    def resident(self, layer: int) -> IntArray:
+        """The experts of a layer that have a slot, ascending."""
+        row = self._table[layer * self._experts : (layer + 1) * self._experts]
+        return np.flatnonzero(row != _FREE)
 
     def admit(self, layer: int, experts: IntArray, steady: IntArray) -> IntArray:
         """One layer of a pass: `experts` [n] that live pairs are routed to, ascending, and their pairs [n] of tokens
