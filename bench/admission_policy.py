@@ -32,6 +32,7 @@ from bench.shapes import SHAPES  # noqa: E402
 from ziggurat.kernels.admission import CANDIDATES, HALF_LIFE  # noqa: E402
 from ziggurat.residency.admission_model import AdmissionModel, AdmissionRules  # noqa: E402
 from ziggurat.residency.policies.registry import policy_names  # noqa: E402
+from ziggurat.residency.prediction import side_by_side  # noqa: E402
 
 TRACE = ROOT / "bench" / "traces" / "demo_moe.npz"
 COVERAGES = (0.5, 0.25, 0.19)
@@ -82,7 +83,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
             continue
         experts = 1 << int(trace.max()).bit_length()
         for tokens in BATCHES:
-            yield _case(path.stem, side_by_side(trace, tokens)[: options.steps], experts)
+            yield _case(path.stem, as_steps(trace, tokens)[: options.steps], experts)
     shape = SHAPES["deepseek-v4-flash"]
     for tokens in BATCHES:
         yield _case(
@@ -99,18 +100,13 @@ def _as_sequences(path: Path) -> npt.NDArray[np.integer]:
     return load_trace(path)
 
 
-def side_by_side(trace: npt.NDArray[np.integer], tokens: int) -> npt.NDArray[np.integer]:
-    """[steps, layers, tokens, k]: that many sequences at a time, then the next ones.
-
-    A single sequence is cut into consecutive tokens instead: its tokens came from batches already.
-    """
+def as_steps(trace: npt.NDArray[np.integer], tokens: int) -> npt.NDArray[np.integer]:
+    """[steps, layers, tokens, k]. A single sequence is cut into consecutive tokens: they came from batches already."""
     sequences, positions, layers, k = trace.shape
-    if sequences == 1:
-        steps = positions // tokens
-        return trace[0, : steps * tokens].reshape(steps, tokens, layers, k).swapaxes(1, 2)
-    groups = sequences // tokens
-    kept = trace[: groups * tokens].reshape(groups, tokens, positions, layers, k)
-    return kept.transpose(0, 2, 3, 1, 4).reshape(groups * positions, layers, tokens, k)
+    if sequences > 1:
+        return side_by_side(trace, tokens)
+    steps = positions // tokens
+    return trace[0, : steps * tokens].reshape(steps, tokens, layers, k).swapaxes(1, 2)
 
 
 def _case(name: str, ids: npt.NDArray[np.integer], experts: int) -> Case:

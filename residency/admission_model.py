@@ -51,11 +51,17 @@ class AdmissionModel:
         self._hand = 0
         self._window = np.arange(min(self._rules.candidates, slots))
 
-    def seed(self, keys: Iterable[int]) -> None:
-        """Put rows into the first slots, without heat, as a warm start does; at most as many as there are slots."""
+    def seed(self, keys: Iterable[int], uses: npt.NDArray[np.floating] | None = None) -> None:
+        """Put rows into the first slots, at most as many as there are, as a warm start does.
+
+        uses: float [layers * experts], pairs that each row was routed to lately, from which heat starts.
+        """
         for slot, key in enumerate(keys):
             self._owners[slot] = key
             self._table[key] = slot
+        if uses is not None:
+            self._heat[:-1] = np.minimum(uses * HEAT_UNIT, HEAT_MOST).astype(np.int64)
+            self._last[:] = self._clock
 
     @property
     def experts(self) -> int:

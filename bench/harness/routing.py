@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ziggurat.residency.prediction import PredictionError, load_routing
+
 IdArray = npt.NDArray[np.int32]
 
 
@@ -87,19 +89,9 @@ def synthetic(
 def load_trace(path: Path) -> npt.NDArray[np.integer]:
     """The `topk_ids` or `ids` of an .npz: integers [sequences, positions, layers, top_k]; TraceError if it has none."""
     try:
-        with np.load(path) as file:
-            name = next((name for name in ("topk_ids", "ids") if name in file.files), None)
-            if name is None:
-                raise TraceError(f"{path.name} holds {', '.join(file.files)}, but neither topk_ids nor ids")
-            trace = file[name]
-    except (OSError, ValueError) as error:
-        raise TraceError(f"{path.name} is no trace: {error}") from error
-    if trace.ndim != 4:
-        raise TraceError(
-            f"{path.name}: ids are {list(trace.shape)}, not [sequences, positions, layers, top_k]"
-        )
-    found: npt.NDArray[np.integer] = trace
-    return found
+        return load_routing(path)
+    except PredictionError as error:
+        raise TraceError(str(error)) from error
 
 
 def adjustable(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench import admission_policy
-from bench.admission_policy import TRACE, side_by_side
+from bench.admission_policy import TRACE, as_steps
 from bench.harness.mapping import mapped
 from bench.harness.routing import TraceError, adjustable
 from bench.policy_pools import BeladyPool, HostPool, PoolStep
@@ -18,7 +18,7 @@ from bench.shapes import SHAPES, MoeShape
 
 def test_sequences_are_decoded_side_by_side_and_followed_by_the_next() -> None:
     trace = np.arange(4 * 3 * 2 * 1).reshape(4, 3, 2, 1)
-    ids = side_by_side(trace, 2)
+    ids = as_steps(trace, 2)
     assert ids.shape == (6, 2, 2, 1)
     assert ids[0, 1].tolist() == [[trace[0, 0, 1, 0]], [trace[1, 0, 1, 0]]]
     assert ids[5, 0].tolist() == [[trace[2, 2, 0, 0]], [trace[3, 2, 0, 0]]]
@@ -26,12 +26,12 @@ def test_sequences_are_decoded_side_by_side_and_followed_by_the_next() -> None:
 
 def test_a_single_sequence_is_cut_into_batches() -> None:
     trace = np.arange(7 * 2).reshape(1, 7, 1, 2)
-    ids = side_by_side(trace, 3)
+    ids = as_steps(trace, 3)
     assert ids.shape == (2, 1, 3, 2)
     assert ids[1, 0].tolist() == trace[0, 3:6, 0].tolist()
 
 
-def as_steps(*layers: list[int]) -> list[list[PoolStep]]:
+def pool_steps(*layers: list[int]) -> list[list[PoolStep]]:
     return [[PoolStep(np.array(one), np.ones(len(one), dtype=np.int64))] for one in layers]
 
 
@@ -40,14 +40,14 @@ def missed(pool: HostPool | BeladyPool, steps: list[list[PoolStep]]) -> list[int
 
 
 def test_belady_keeps_what_comes_back_soonest() -> None:
-    steps = as_steps([0], [1], [2], [0], [1], [2], [0])
+    steps = pool_steps([0], [1], [2], [0], [1], [2], [0])
     assert missed(BeladyPool(1, 4, 2, steps), steps) == [1, 1, 1, 0, 1, 0, 1]
     assert missed(HostPool(1, 4, 2, "lru"), steps) == [1] * 7
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu-decay"])
 def test_a_layer_keeps_its_own_experts(policy: str) -> None:
-    steps = as_steps([0, 1], [0, 2], [1, 2], [0, 1, 2], [1, 2])
+    steps = pool_steps([0, 1], [0, 2], [1, 2], [0, 1, 2], [1, 2])
     found = missed(HostPool(1, 4, 2, policy), steps)
     assert found[:3] == [2, 1, 1]
     assert found[3] == 1  # no room for the third, and none of the two others leaves
