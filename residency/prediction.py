@@ -3,8 +3,8 @@
     step = resident step + missed rows x row bytes / what the gather reaches of the link
 
 How many rows a step misses comes from recorded routing, through the device's own rules of admission, or, where there is
-none, from heat: then every expert is taken to be wanted at random, as often as its heat says, so that nothing is known of
-how experts follow each other, and the estimate is on the high side.
+none, from heat: then every expert is taken to be wanted at random, as often as its heat says, so that nothing is known
+of how experts follow each other, and the estimate is on the high side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ziggurat.residency.admission_model import AdmissionModel
 from ziggurat.residency.errors import ResidencyError
 
-#: What kernels that read mapped memory reach of the copy engine's rate, for rows of 1 MiB and more (docs/benchmarks.md).
+#: What kernels that read mapped memory reach of the copy engine's rate for rows of 1 MiB and more.
 GATHER_SHARE: Final = 0.92
 
 
@@ -62,8 +62,8 @@ class StepEstimate:
         """The estimate in one line."""
         batch = f"{self.tokens} token{'s' if self.tokens > 1 else ''}"
         text = (
-            f"decode of {batch}: {self.misses.rows:.1f} rows missed a step ({self.misses.share:.1%} of those routed to), "
-            f"{self.fetch_ms:.2f} ms on a link of {self.link_gb_per_s:.1f} GB/s"
+            f"decode of {batch}: {self.misses.rows:.1f} rows missed a step ({self.misses.share:.1%} of those routed "
+            f"to), {self.fetch_ms:.2f} ms on a link of {self.link_gb_per_s:.1f} GB/s"
         )
         if self.step_ms is None:
             return text
@@ -87,7 +87,8 @@ def load_routing(path: Path) -> npt.NDArray[np.integer]:
         raise PredictionError(f"{path.name} is no trace: {error}") from error
     if found.ndim != 4 or not np.issubdtype(found.dtype, np.integer):
         raise PredictionError(
-            f"{path.name}: ids are {found.dtype} {list(found.shape)}, not integers [sequences, positions, layers, top_k]"
+            f"{path.name}: ids are {found.dtype} {list(found.shape)}, not integers [sequences, positions, layers, "
+            "top_k]"
         )
     return found
 

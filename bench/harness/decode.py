@@ -178,9 +178,7 @@ def table(result: dict[str, Any]) -> str:
             f"{'same' if forced['same_bits'] else 'DIFFERENT'} bits"
         )
     for one in result.get("runs", ()):
-        for mode in (INLINE, REPLAY):
-            if mode in one:
-                lines.append(_line(one, mode))
+        lines += [_line(one, mode) for mode in (INLINE, REPLAY) if mode in one]
     return "\n".join(lines)
 
 
