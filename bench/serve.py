@@ -5,8 +5,8 @@
 The demo model in bfloat16 (made from `bench/models` at the start), CUDA graphs on, greedy. A group of servers is
 started together and one at a time is sent requests while the others idle; then the next group. Rounds go over the
 servers in turn, and a ratio is the median of the rounds' ratios to stock vLLM. The offloading peers hold as many expert
-bytes on the GPU as the coverage that they are compared with, or more. Written to `serve.json` in the result folder after
-each group.
+bytes on the GPU as the coverage that they are compared with, or more. Written to `serve.json` in the result folder
+after each group.
 """
 
 from __future__ import annotations

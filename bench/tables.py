@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import gpu_tables, study_tables  # noqa: E402
+from bench import gpu_tables, inline_tables, study_tables  # noqa: E402
 from bench.results_io import RESULTS, read_json  # noqa: E402
 from ziggurat.residency.metric_specs import markdown_table  # noqa: E402
 
@@ -142,6 +142,9 @@ GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]
     "kernels": gpu_tables.kernels,
     "transfers": gpu_tables.transfers,
     "harness": gpu_tables.harness,
+    "inline": inline_tables.inline,
+    "churn": inline_tables.churn,
+    "inline_gather": inline_tables.inline_gather,
     "serve": gpu_tables.serve,
     "gate": gpu_tables.gate,
     "profile": gpu_tables.profile,

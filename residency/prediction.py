@@ -115,7 +115,8 @@ def misses_of_routing(ids: npt.NDArray[np.integer], experts: int, slots: int, *,
     keys = ids.astype(np.int64) + experts * np.arange(layers)[None, :, None, None]
     uses = np.bincount(keys[:warm].reshape(-1), minlength=layers * experts)
     model = AdmissionModel(layers, experts, slots)
-    model.seed(np.argsort(-uses, kind="stable")[:slots].tolist(), uses / 4)
+    used = min(slots, int(np.count_nonzero(uses)))
+    model.seed(np.argsort(-uses, kind="stable")[:used].tolist(), uses / 4)
     missed = routed = 0
     for step in range(steps):
         for layer in range(layers):

@@ -7,7 +7,8 @@ One process and one arena for everything, since locking 70 GiB takes a minute. C
 are compared bit by bit with those of the run with every expert resident. The link is measured in the same run, by large
 copies from page-locked memory. Routing: `mapped` is the recorded routing of a small model mapped onto the shape
 (bench/harness/mapping.py), `adjustable` sends a share --hit of the choices to a few hot experts of each layer. Written
-to `inline.json` in the result folder after each pool, so that a run that is cut short leaves what it has.
+to `inline.json` in the result folder after each pool, so that a run that is cut short leaves what it has; churn, which
+has a shape of its own, to `churn.json`.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ _HOT_SHARE = 0.09  # of a layer's experts; the hot ones fit every pool that is m
 class Session:
     """One run: its memory, what it has measured so far, and the time it has left."""
 
-    def __init__(self, options: argparse.Namespace, origin: dict[str, Any], path: Path) -> None:
+    def __init__(self, options: argparse.Namespace, origin: dict[str, Any], folder: Path) -> None:
         self._options = options
         self._began = time.monotonic()
-        self._path = path
+        self._folder = folder
+        self._origin = origin
+        self._good = True
         self._device = torch.device(options.device)
         shape = SHAPES[options.shape]
         self._shape: MoeShape = shape.with_layers(options.layers or shape.layers)
@@ -78,11 +81,11 @@ class Session:
         """Every part that was asked for."""
         parts = set(self._options.parts)
         if "churn" in parts:
-            self.result["churn"] = churn(
-                self._device, self._options.codec, self._options.churn_steps, left=self.left
-            )
-            print(f"churn: {self.result['churn']}", flush=True)
-            self.save()
+            found = churn(self._device, self._options.codec, self._options.churn_steps, left=self.left)
+            print(f"churn: {found}", flush=True)
+            self._good &= found["steps_with_other_bits"] == 0
+            what = "steps while rows leave the arena and come back, compared with all experts resident"
+            write_json(self._folder / "churn.json", {"what": what, **found, **self._origin})
         if parts - {"churn"}:
             self._shared()
 
@@ -178,30 +181,31 @@ class Session:
         stride = self.result.get("row_bytes", 0)
         self.result["cases"] = [decode.report(case, stride, self._shape.rows, link) for case in self._cases]
         self.result["seconds"] = round(time.monotonic() - self._began, 1)
-        write_json(self._path, self.result)
+        write_json(self._folder / "inline.json", self.result)
 
     def good(self) -> bool:
         """Whether every comparison of bits came out right."""
         said = self.result
         return (
             all(decode.all_same(case) for case in said.get("cases", ()))
-            and said.get("churn", {}).get("steps_with_other_bits", 0) == 0
+            and self._good
             and said.get("prompt", {}).get("same_bits", True)
         )
 
 
 def main(arguments: Sequence[str]) -> int:
+    began = time.monotonic()
     options = _parse(arguments)
     origin = provenance(["bench/harness/inline.py", *arguments], at=options.commit)
     device = torch.device(options.device)
     gpu = origin["machine"].get("gpu") if device.type == "cuda" else None
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    session = Session(options, origin, (options.results or results_folder(gpu)) / "inline.json")
+    session = Session(options, origin, options.results or results_folder(gpu))
     session.run()
     for case in session.result.get("cases", ()):
         print(decode.table(case), flush=True)
-    print(f"link {session.result.get('link_gb_per_s')} GB/s, {session.result['seconds']} s", flush=True)
+    print(f"link {session.result.get('link_gb_per_s')} GB/s, {time.monotonic() - began:.1f} s", flush=True)
     return 0 if session.good() else 1
 
 
