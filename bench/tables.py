@@ -1,4 +1,4 @@
-"""Renders the tables of the README and of docs/benchmarks.md from result files and from the list of metrics.
+"""Renders the tables of the README and of pages in docs from result files and from the list of metrics.
 
     python bench/tables.py [--check]
 
@@ -20,12 +20,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import gpu_tables  # noqa: E402
+from bench import gpu_tables, inline_tables, study_tables  # noqa: E402
 from bench.results_io import RESULTS, read_json  # noqa: E402
 from ziggurat.residency.metric_specs import markdown_table  # noqa: E402
 
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "docs" / "benchmarks.md")
+PAGES = (README, ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "performance.md")
 _RESULTS = re.compile(
     r"(?P<begin><!-- results:begin (?P<name>[a-z0-9_/-]+) -->\n).*?(?P<end><!-- results:end (?P=name) -->)",
     re.DOTALL,
@@ -134,12 +134,17 @@ RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "heldout_loss": heldout_loss,
     "throughput": throughput,
     "boot": boot,
+    "admission_policy": lambda result: study_tables.admission_policy(result, markdown),
+    "lookahead": lambda result: study_tables.lookahead(result, markdown),
 }
 
 GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]] = {
     "kernels": gpu_tables.kernels,
     "transfers": gpu_tables.transfers,
     "harness": gpu_tables.harness,
+    "inline": inline_tables.inline,
+    "churn": inline_tables.churn,
+    "inline_gather": inline_tables.inline_gather,
     "serve": gpu_tables.serve,
     "gate": gpu_tables.gate,
     "profile": gpu_tables.profile,
@@ -178,7 +183,7 @@ def _table(name: str, results: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Render the tables of the README and of docs/benchmarks.md.")
+    parser = argparse.ArgumentParser(description="Render the tables of the README and of two pages in docs.")
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a table is stale")
     check = parser.parse_args(arguments).check
     return max(_bring_up_to_date(page, check) for page in PAGES)
