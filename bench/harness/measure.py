@@ -142,8 +142,8 @@ def run_steps(
         stack.load(step)
         service.run_step(forward, tokens)
     run = Run(service.slots.slots)
+    missed_before = missed_pairs(service)  # books what the warm-up steps have done, first
     rows_before = _rows(service)
-    missed_before = missed_pairs(service)
     for step in range(warm, routing.steps):
         stack.load(step)
         synchronize(stack.device)
