@@ -16,8 +16,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ziggurat.kernels.admission import HALF_LIFE
 from ziggurat.residency.admission_model import AdmissionModel
 from ziggurat.residency.errors import ResidencyError
+from ziggurat.residency.heat import HALF_LIFE_STEPS
 
 #: What kernels that read mapped memory reach of the copy engine's rate for rows of 1 MiB and more.
 GATHER_SHARE: Final = 0.92
@@ -116,7 +118,8 @@ def misses_of_routing(ids: npt.NDArray[np.integer], experts: int, slots: int, *,
     uses = np.bincount(keys[:warm].reshape(-1), minlength=layers * experts)
     model = AdmissionModel(layers, experts, slots)
     used = min(slots, int(np.count_nonzero(uses)))
-    model.seed(np.argsort(-uses, kind="stable")[:used].tolist(), uses / 4)
+    heat = uses * (HALF_LIFE / HALF_LIFE_STEPS)  # sums of decayed uses grow with the half-life, which differs
+    model.seed(np.argsort(-uses, kind="stable")[:used].tolist(), heat)
     missed = routed = 0
     for step in range(steps):
         for layer in range(layers):

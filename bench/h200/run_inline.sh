@@ -19,7 +19,7 @@ for part in "${parts[@]}"; do
                 --churn-steps 500 --seconds 60 --results "$OUT/small"
             ;;
         serve)
-            step inline-serve 570 python3 bench/serve.py --rounds 3 --single-tokens 256 --at-once 4 --seconds 420 \
+            step inline-serve 570 python3 bench/serve.py --rounds 3 --single-tokens 256 --at-once 5 --seconds 400 \
                 --profile --results "$OUT" --logs "$OUT/servers.log" "${commit[@]}"
             ;;
         *)

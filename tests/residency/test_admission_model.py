@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 
-from ziggurat.kernels.admission import HEAT_MOST, HEAT_UNIT
+from support.admissions import over_rows, pattern_rows, random_calls
+from ziggurat.kernels.admission import HEAT_MOST, HEAT_UNIT, LOG_HEAD
+from ziggurat.kernels.cpu.admission import admit
 from ziggurat.residency.admission_model import AdmissionModel, AdmissionRules
 
 
@@ -103,3 +106,27 @@ def test_prompts_alone_keep_no_row() -> None:
     for first in range(4, 16, 4):
         model.admit(0, np.arange(first, first + 4), np.zeros(4, dtype=np.int64))
     assert model.admit(0, decode, np.full(4, 1)).tolist() == []
+
+
+@pytest.mark.parametrize("slots", [5, 11, 40])
+def test_it_misses_what_layers_on_the_cpu_admit(slots: int) -> None:
+    """The twin of the kernels, with tokens of prompts among the others."""
+    layers, experts = 3, 16
+    state = over_rows(pattern_rows(layers * experts, 4096), layers, slots)
+    model = AdmissionModel(layers, experts, slots)
+    seen = 0
+    for call in random_calls(layers, experts, 3, 4, 40, seed=slots):
+        live = int(call.live[0])
+        if not live:
+            continue
+        head = int(state.state[LOG_HEAD])
+        admit(state, call.layer, call.ids, call.live, call.prefill)
+        events = state.log[torch.arange(head, int(state.state[LOG_HEAD])) % len(state.log)]
+        pairs = call.ids[:live].numpy()
+        steady = np.ones(live, dtype=bool) if call.prefill is None else call.prefill[:live].numpy() == 0
+        real = (pairs >= 0) & (pairs < experts)
+        chosen = np.unique(pairs[real]).astype(np.int64)
+        counts = np.bincount(pairs[steady][real[steady]], minlength=experts)[chosen]
+        assert model.admit(call.layer, chosen, counts).tolist() == events[:, 1].tolist()
+        seen += len(events)
+    assert seen > 30
