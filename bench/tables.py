@@ -1,4 +1,4 @@
-"""Renders the tables of the README and of docs/benchmarks.md from result files and from the list of metrics.
+"""Renders the tables of the README and of docs/ from result files and from the list of metrics.
 
     python bench/tables.py [--check]
 
@@ -25,7 +25,7 @@ from bench.results_io import RESULTS, read_json  # noqa: E402
 from ziggurat.residency.metric_specs import markdown_table  # noqa: E402
 
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "docs" / "benchmarks.md")
+PAGES = (README, ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "metrics.md")
 _RESULTS = re.compile(
     r"(?P<begin><!-- results:begin (?P<name>[a-z0-9_/-]+) -->\n).*?(?P<end><!-- results:end (?P=name) -->)",
     re.DOTALL,
@@ -130,7 +130,26 @@ def boot(result: Mapping[str, Any]) -> str:
     return f"{markdown([what, 'after'], rows)}\n{_origin(result)}\n"
 
 
+def scrape_cost(result: Mapping[str, Any]) -> str:
+    """A model size a row: series, a scrape, booking a step."""
+    rows = [
+        [
+            f"`{run['model']}`, {run['layers']} MoE layers",
+            str(run["series"]),
+            f"{run['page_bytes'] / 1024:.0f} KiB",
+            f"{run['scrape_ms']['median']:.1f} ms",
+            f"{run['step_us']['median']:.0f} µs",
+            f"{run['step_us']['mean']:.0f} µs",
+        ]
+        for run in result["runs"]
+    ]
+    header = ["one rank of", "series", "page", "scrape", "booking a step", "with the heat of every 16th"]
+    note = f"Processor time; a step that missed {result['missed_rows']} rows and was replayed once."
+    return f"{markdown(header, rows)}\n{note} {_origin(result)}\n"
+
+
 RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "scrape_cost": scrape_cost,
     "heldout_loss": heldout_loss,
     "throughput": throughput,
     "boot": boot,
@@ -178,7 +197,7 @@ def _table(name: str, results: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Render the tables of the README and of docs/benchmarks.md.")
+    parser = argparse.ArgumentParser(description="Render the tables of the README and of docs/.")
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a table is stale")
     check = parser.parse_args(arguments).check
     return max(_bring_up_to_date(page, check) for page in PAGES)

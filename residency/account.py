@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ziggurat.residency.fetch import SOURCES, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.heat import HeatMap
 from ziggurat.residency.host_cache import FillReport, HostCache
-from ziggurat.residency.metrics import TierMetrics
+from ziggurat.residency.layer_figures import set_heat
+from ziggurat.residency.metrics import MetricWriter, TierMetrics
 from ziggurat.residency.passes import StepResult, StepState
 from ziggurat.residency.slots import ABSENT, SlotPool
 
@@ -16,7 +19,10 @@ _HEAT_EVERY_STEPS = 16  # the heat gauges look at every expert
 
 
 class Account:
-    """Books steps, fetches and fills. Groups of numbers that belong together become visible together."""
+    """Books steps, fetches and fills. Groups of numbers that belong together become visible together.
+
+    `clean_steps` and `filled` may be called by any thread, everything else by the one that runs steps.
+    """
 
     def __init__(
         self,
@@ -35,6 +41,8 @@ class Account:
         self._heat = heat
         self._steps = 0
         self._evicted = {"pool": 0, "arena": 0}
+        self._waits = 0
+        fetcher.on_depth = self._fetching
 
     def step(self, step: StepState, result: StepResult[Any]) -> None:
         """Book one finished step."""
@@ -52,21 +60,28 @@ class Account:
             self._metrics.observe("ziggurat_step_passes", [float(result.passes)])
             if result.failed_tokens is not None:
                 add("ziggurat_failed_tokens_total", int(result.failed_tokens.sum()))
-            self._add_fetches()
-            self._set_gauges(with_heat=self._steps % _HEAT_EVERY_STEPS == 0)
+            add("ziggurat_tier_hits_total", step.routed_pairs - step.missed_pairs, "pool")
+            add("ziggurat_tier_misses_total", step.missed_pairs, "pool")
+            self._add_time(step)
+            fetched = self._add_fetches()
+            self._add_tokens(step, fetched)
+            self._set_gauges(self._metrics, with_heat=self._steps % _HEAT_EVERY_STEPS == 0)
         self._steps += 1
 
     def clean_steps(self, steps: int, pairs: int) -> None:
         """Book steps of one pass that could not miss, and the pairs routed in all of them."""
-        add = self._metrics.add
-        with self._metrics.writing():
+        behind = self._metrics.behind
+        add = behind.add
+        with behind.writing():
             add("ziggurat_routed_pairs_total", pairs)
+            add("ziggurat_tier_hits_total", pairs, "pool")
+            add("ziggurat_tokens_total", pairs // (self._geometry.layers * self._geometry.top_k), "untold")
             add("ziggurat_hit_pairs_total", pairs)
             add("ziggurat_steps_total", steps, "clean")
             add("ziggurat_steps_without_miss_total", steps)
             add("ziggurat_passes_total", steps)
-            self._metrics.observe("ziggurat_step_passes", [1.0] * steps)
-            self._set_gauges(with_heat=True)
+            behind.observe("ziggurat_step_passes", [1.0] * steps)
+            self._set_gauges(behind, with_heat=True)
 
     def fetches(self) -> None:
         """Book fetches outside a step."""
@@ -75,13 +90,16 @@ class Account:
 
     def filled(self, report: FillReport) -> None:
         """Book what the background thread read into the arena."""
-        add = self._metrics.add
-        with self._metrics.writing():
+        behind = self._metrics.behind
+        add = behind.add
+        with behind.writing():
             add("ziggurat_fetched_rows_total", report.read, "pack", "arena")
             add("ziggurat_fetched_bytes_total", report.read * self._cache.stride, "pack", "arena")
             add("ziggurat_io_errors_total", len(report.faults))
             add("ziggurat_verification_failures_total", sum(fault.verification for fault in report.faults))
-            self._set_tier("arena", self._cache.capacity, self._cache.used)
+            add("ziggurat_tier_hits_total", report.read, "pack")
+            add("ziggurat_tier_misses_total", len(report.faults), "pack")
+            self._set_tier(behind, "arena", self._cache.capacity, self._cache.used)
 
     def unarmed_call(self) -> None:
         with self._metrics.writing():
@@ -90,9 +108,30 @@ class Account:
     def gauges(self, *, with_heat: bool) -> None:
         """Set everything that is a level, not a count."""
         with self._metrics.writing():
-            self._set_gauges(with_heat=with_heat)
+            self._set_gauges(self._metrics, with_heat=with_heat)
 
-    def _add_fetches(self) -> None:
+    def _fetching(self, rows: int) -> None:
+        """One word on its own, so that a scrape in the middle of a fetch sees it."""
+        self._metrics.set("ziggurat_fetching_rows", rows)
+
+    def _add_time(self, step: StepState) -> None:
+        if step.seconds:
+            self._metrics.observe("ziggurat_step_seconds", [sum(step.seconds.values())])
+            for part, seconds in step.seconds.items():
+                self._metrics.add_seconds("ziggurat_step_part_seconds_total", seconds, part)
+
+    def _add_tokens(self, step: StepState, fetched: int) -> None:
+        """Tokens by phase, and what steps with a prompt among theirs have fetched."""
+        add, prefill = self._metrics.add, step.tokens.prefill
+        prompt = 0 if prefill is None else int(prefill.sum())
+        add("ziggurat_tokens_total", prompt, "prefill")
+        add("ziggurat_tokens_total", step.tokens.count - prompt, "decode")
+        if prompt:
+            add("ziggurat_prompt_steps_total", 1)
+            add("ziggurat_prompt_fetched_rows_total", fetched)
+
+    def _add_fetches(self) -> int:
+        """Book what was fetched since the last time; how many rows came into the pool."""
         add = self._metrics.add
         tally = self._fetcher.take_tally()
         for source in SOURCES:
@@ -102,22 +141,33 @@ class Account:
             self._metrics.observe("ziggurat_fetch_seconds", tally.seconds[source], source)
         add("ziggurat_io_errors_total", tally.io_errors)
         add("ziggurat_verification_failures_total", tally.verification_failures)
+        add("ziggurat_tier_hits_total", tally.rows["arena"], "arena")
+        add("ziggurat_tier_misses_total", tally.rows["pack"] + tally.io_errors, "arena")
+        add("ziggurat_tier_hits_total", tally.rows["pack"], "pack")
+        add("ziggurat_tier_misses_total", tally.io_errors, "pack")
+        self._metrics.observe("ziggurat_fetch_rows", tally.asked)
+        if tally.keys:
+            layers = np.array(tally.keys) // self._geometry.experts
+            by_layer = np.bincount(layers, minlength=self._geometry.layers)
+            self._metrics.add_layers("ziggurat_layer_fetched_rows_total", by_layer)
         for tier, evicted in (("pool", self._slots.evictions), ("arena", self._cache.evictions)):
             add("ziggurat_evictions_total", evicted - self._evicted[tier], tier)
             self._evicted[tier] = evicted
+        add("ziggurat_arena_waits_total", self._cache.waits - self._waits)
+        self._waits = self._cache.waits
+        return sum(tally.rows.values())
 
-    def _set_gauges(self, *, with_heat: bool) -> None:
-        put = self._metrics.set
+    def _set_gauges(self, writer: MetricWriter, *, with_heat: bool) -> None:
+        put = writer.set
         put("ziggurat_row_stride_bytes", self._cache.stride)
         put("ziggurat_coverage_ratio", min(1.0, self._slots.slots / self._geometry.rows))
-        self._set_tier("pool", self._slots.slots, self._slots.used)
-        self._set_tier("arena", self._cache.capacity, self._cache.used)
+        self._set_tier(writer, "pool", self._slots.slots, self._slots.used)
+        self._set_tier(writer, "arena", self._cache.capacity, self._cache.used)
         if with_heat:
-            put("ziggurat_pool_heat_ratio", self._heat.share(self._slots.table.numpy != ABSENT))
-            put("ziggurat_pool_heat_best_ratio", self._heat.top_share(self._slots.slots))
+            set_heat(writer, self._heat.counts, self._slots.table.numpy != ABSENT, self._slots.slots)
 
-    def _set_tier(self, tier: str, capacity: int, used: int) -> None:
-        put = self._metrics.set
+    def _set_tier(self, writer: MetricWriter, tier: str, capacity: int, used: int) -> None:
+        put = writer.set
         put("ziggurat_tier_capacity_rows", capacity, tier)
         put("ziggurat_tier_used_rows", used, tier)
         put("ziggurat_tier_capacity_bytes", capacity * self._cache.stride, tier)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -30,11 +30,14 @@ class Entry(Enum):
 class FetchTally:
     """Fetches into the pool since the tally was last taken.
 
-    seconds: per row, read and copy together; on a device the copy counts until it is queued.
+    seconds: per row, read and copy together; on a device the copy counts until it is queued. asked: rows that each
+    fetch was for. keys: of the rows that came.
     """
 
     rows: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     seconds: dict[Source, list[float]] = field(default_factory=lambda: {source: [] for source in SOURCES})
+    asked: list[float] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
     io_errors: int = 0
     verification_failures: int = 0
 
@@ -62,6 +65,8 @@ class Fetcher:
         self._tally = FetchTally()
         self._asynchronous = copies_later(slots.pool)
         self._copying: list[RowBatch] = []
+        self.seconds = 0.0  # spent in `fetch` in all
+        self.on_depth: Callable[[int], None] = lambda rows: None  # hears how many rows are being fetched
 
     def take_tally(self) -> FetchTally:
         """Everything fetched since the last call."""
@@ -81,6 +86,19 @@ class Fetcher:
         wanted: key -> weight as in EvictionPolicy.insert, or heat if the entry is SEED. Read errors are returned,
         never raised.
         """
+        begun = time.perf_counter()
+        self.on_depth(len(wanted))
+        if wanted:
+            self._tally.asked.append(float(len(wanted)))
+        try:
+            return self._fetch(wanted, blocked, epoch, entry)
+        finally:
+            self.on_depth(0)
+            self.seconds += time.perf_counter() - begun
+
+    def _fetch(
+        self, wanted: Mapping[int, float], blocked: Container[int], epoch: int, entry: Entry
+    ) -> FetchOutcome:
         slots = dict(zip(wanted, self._slots.take(len(wanted), blocked), strict=False))
         outcome = FetchOutcome()
         written: set[int] = set()
@@ -136,6 +154,7 @@ class Fetcher:
             for row in batch.rows:
                 self._tally.rows[row.source] += 1
                 self._tally.seconds[row.source].append(row.seconds + copy_seconds)
+                self._tally.keys.append(row.key)
         self._tally.io_errors += len(batch.faults)
         self._tally.verification_failures += sum(fault.verification for fault in batch.faults)
 

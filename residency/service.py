@@ -20,6 +20,7 @@ from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.account import Account
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, NoConsensus
+from ziggurat.residency.describe import describe_service
 from ziggurat.residency.device_layer import DeviceLayers
 from ziggurat.residency.device_state import DeviceState
 from ziggurat.residency.errors import ResidencyError
@@ -45,6 +46,7 @@ from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import GeometryMismatchError, StepError
 from ziggurat.residency.slots import SlotPool, SlotTable
 from ziggurat.residency.step import MissSettings, StepRunner
+from ziggurat.residency.step_clock import StepClock
 
 __all__ = [
     "ExpertService",
@@ -158,6 +160,7 @@ class ExpertService:
         )
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
         self._account.gauges(with_heat=True)
+        describe_service(metrics, config, geometry, pool.device)
         # Guards heat and what is booked late; held during a capture, it keeps that thread from asking the device.
         self._books = threading.RLock()
         self._late_books = LateBooks(self._book_late)
@@ -203,8 +206,10 @@ class ExpertService:
         self._close_late_epoch()
         self._in_step = True
         step = StepState(tokens, self.cache.open_epoch())
+        clock = StepClock(lambda: self._fetcher.seconds)
         try:
-            result = self._runner.run(forward, step)
+            result = self._runner.run(clock.watch(forward), step)
+            step.seconds = clock.parts()
         finally:
             self._in_step = False
             self._close_epoch(step.epoch)

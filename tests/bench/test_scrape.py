@@ -9,15 +9,22 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from bench.scrape import Scrape, problems, total_steps
 from ziggurat.integration.observability.collector import TierCollector
+from ziggurat.residency.metric_specs import METRICS
 from ziggurat.residency.metrics import TierMetrics
 
 STRIDE = 4096
 PAIRS = 240
 
 
+def described(metrics: TierMetrics) -> None:
+    infos = {spec.name: {label: "?" for label, _ in spec.labels} for spec in METRICS if spec.kind == "info"}
+    metrics.describe(range(6), infos)
+
+
 def consistent() -> TierMetrics:
     """What a service that computed 10 tokens in 3 steps may have counted."""
     metrics = TierMetrics()
+    described(metrics)
     with metrics.writing():
         metrics.add("ziggurat_routed_pairs_total", PAIRS)
         metrics.add("ziggurat_hit_pairs_total", 200)
