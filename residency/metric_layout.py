@@ -62,7 +62,12 @@ def _blocks(specs: Sequence[MetricSpec]) -> tuple[list[_Block], int, int]:
 
 
 _BLOCKS, COUNT_WORDS, GAUGE_WORDS = _blocks(METRICS)
-CELLS = {(block.spec.name, block.values): block.word for block in _BLOCKS}
+_ROLES = {block.spec.role for block in _BLOCKS}
+CELLS = {
+    role: {(one.spec.name, one.values): one.word for one in _BLOCKS if one.spec.role == role}
+    for role in _ROLES
+}
+"""Role -> (name, values of the labels) -> where the cells begin, counted within their section."""
 SPECS = {spec.name: spec for spec in METRICS}
 DIGEST = zlib.crc32(repr([(s.name, s.kind, s.labels, s.bounds, s.per_layer) for s in METRICS]).encode())
 COUNTS_AT = tuple(_HEADER_WORDS + side * COUNT_WORDS for side in (0, 1))
@@ -138,7 +143,9 @@ def decode(data: bytes) -> list[Sample]:
             if not (spec.optional and value != value):  # not a number: never set
                 samples.append(Sample(spec, one.labels, value))
         elif spec.kind == "counter":
-            samples.append(Sample(spec, one.labels, sums[word] if spec.fractional else float(counts[word])))
+            samples.append(
+                Sample(spec, one.labels, sums[word] if spec.role == "seconds" else float(counts[word]))
+            )
         elif spec.kind == "info":
             samples.append(Sample(spec, one.labels, 1.0))
         else:

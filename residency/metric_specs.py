@@ -41,9 +41,11 @@ class MetricSpec:
         return len(self.bounds) + 2 if self.kind == "histogram" else 1
 
     @property
-    def fractional(self) -> bool:
-        """Whether a counter counts seconds and not things."""
-        return self.kind == "counter" and self.name.endswith("_seconds_total")
+    def role(self) -> str:
+        """How it is written: its kind, "seconds" for a counter of seconds, "layer counter" or "layer gauge"."""
+        if self.per_layer:
+            return f"layer {self.kind}"
+        return "seconds" if self.kind == "counter" and self.name.endswith("_seconds_total") else self.kind
 
     def series(self, layers: int) -> int:
         """Series of one rank of a model with so many MoE layers, as Prometheus counts them."""

@@ -46,48 +46,49 @@ class MetricWriter:
     """Writes the counts of one side, and the gauges. side: 0 = the thread that runs steps, 1 = all others."""
 
     def __init__(self, buffer: memoryview, side: int) -> None:
+        first = COUNTS_AT[side] * 8
         self._words, self._floats = views(buffer)
         self._counts = self._words[COUNTS_AT[side] : COUNTS_AT[side] + COUNT_WORDS]
         self._sums = self._floats[COUNTS_AT[side] : COUNTS_AT[side] + COUNT_WORDS]
         self._gauges = self._floats[GAUGES_AT:]
+        # The same memory without numpy, which takes longer for a single number.
+        self._count = buffer[first : first + COUNT_WORDS * 8].cast("Q")
+        self._gauge = buffer[GAUGES_AT * 8 : TEXTS_AT].cast("d")
+        self._header = buffer[: COUNTS_AT[0] * 8].cast("Q")
         self._sequence = SEQUENCES[side]
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """A group of cells that readers see all of or nothing of."""
-        self._words[self._sequence] += np.uint64(1)
+        self._header[self._sequence] += 1
         try:
             yield
         finally:
-            self._words[self._sequence] += np.uint64(1)
+            self._header[self._sequence] += 1
 
     def add(self, name: str, amount: int, *labels: str) -> None:
         """Increase a counter."""
         cell = _cell(name, "counter", labels)
-        if SPECS[name].fractional:
-            raise MetricsBufferError(f"{name} counts seconds; see add_seconds")
         if amount:
-            self._counts[cell] += np.uint64(amount)
+            self._count[cell] += amount
 
     def add_seconds(self, name: str, seconds: float, *labels: str) -> None:
         """Increase a counter of seconds."""
-        if not SPECS[name].fractional:
-            raise MetricsBufferError(f"{name} does not count seconds")
-        self._sums[_cell(name, "counter", labels)] += seconds
+        self._sums[_cell(name, "seconds", labels)] += seconds
 
     def add_layers(self, name: str, amounts: npt.NDArray[np.integer], *labels: str) -> None:
         """Increase a counter of every layer, int [layers]."""
-        cell = _cell(name, "counter", labels, per_layer=True)
+        cell = _cell(name, "layer counter", labels)
         shown = amounts[:MAX_LAYERS]
         self._counts[cell : cell + len(shown)] += shown.astype(np.uint64)
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge."""
-        self._gauges[_cell(name, "gauge", labels)] = value
+        self._gauge[_cell(name, "gauge", labels)] = value
 
     def set_layers(self, name: str, values: npt.NDArray[np.generic], *labels: str) -> None:
         """Set a gauge of every layer, [layers]."""
-        cell = _cell(name, "gauge", labels, per_layer=True)
+        cell = _cell(name, "layer gauge", labels)
         shown = values[:MAX_LAYERS]
         self._gauges[cell : cell + len(shown)] = shown
 
@@ -122,7 +123,7 @@ class TierMetrics(MetricWriter):
         self._words[:] = 0
         for spec in METRICS:
             if spec.optional:
-                first = min(word for (name, _), word in CELLS.items() if name == spec.name)
+                first = min(word for (name, _), word in CELLS["gauge"].items() if name == spec.name)
                 self._gauges[first : first + spec.series(1)] = np.nan
         self.behind = _Behind(self.buffer)
         # the magic goes in last: a reader that finds it finds the rest of the header, too
@@ -155,10 +156,10 @@ class TierMetrics(MetricWriter):
     def value(self, name: str, *labels: str) -> float:
         """A counter's or gauge's value; a histogram's number of observations."""
         spec = SPECS[name]
-        cell = _cell(name, spec.kind, labels)
+        cell = _cell(name, spec.role, labels)
         if spec.kind == "gauge":
-            return float(self._gauges[cell])
-        if spec.fractional:
+            return self._gauge[cell]
+        if spec.role == "seconds":
             return float(self._sums[cell] + self.behind._sums[cell])
         width = 1 if spec.kind == "counter" else len(spec.bounds) + 1
         return int(self._counts[cell : cell + width].sum() + self.behind._counts[cell : cell + width].sum())
@@ -177,13 +178,15 @@ class _Behind(MetricWriter):
             yield
 
 
-def _cell(name: str, kind: str, labels: tuple[str, ...], *, per_layer: bool = False) -> int:
-    spec = SPECS[name]
-    if spec.kind != kind:
-        raise MetricsBufferError(f"{name} is a {spec.kind}, not a {kind}")
-    if spec.per_layer != per_layer:
-        raise MetricsBufferError(f"{name} has {'one value' if per_layer else 'a value for each layer'}")
-    return CELLS[name, labels]
+def _cell(name: str, role: str, labels: tuple[str, ...]) -> int:
+    """Where a metric's cells begin, counted within its section. MetricsBufferError if it is not of that role."""
+    try:
+        return CELLS[role][name, labels]
+    except KeyError:
+        spec = SPECS.get(name)
+        if spec is None or spec.role == role:
+            raise MetricsBufferError(f"there is no series {name}{list(labels)}") from None
+        raise MetricsBufferError(f"{name} is a {spec.role}, not a {role}") from None
 
 
 def read_samples(buffer: bytes | Buffer, attempts: int = 1000) -> list[Sample]:

@@ -87,7 +87,7 @@ def test_every_series_has_cells_of_its_own() -> None:
                 metrics.set(spec.name, number, *labels)
             elif spec.kind == "histogram":
                 metrics.observe(spec.name, [number], *labels)
-            elif spec.fractional:
+            elif spec.role == "seconds":
                 metrics.add_seconds(spec.name, number, *labels)
             else:
                 metrics.add(spec.name, int(number), *labels)
@@ -341,13 +341,15 @@ def test_a_larger_and_dirty_buffer_is_cleared() -> None:
 def test_a_metric_used_as_another_kind_is_refused() -> None:
     with pytest.raises(MetricsBufferError, match="is a counter, not a gauge"):
         TierMetrics().set("ziggurat_passes_total", 1.0)
-    with pytest.raises(MetricsBufferError, match="counts seconds"):
+    with pytest.raises(MetricsBufferError, match="is a seconds, not a counter"):
         TierMetrics().add("ziggurat_step_part_seconds_total", 1, "fetch")
-    with pytest.raises(MetricsBufferError, match="does not count seconds"):
+    with pytest.raises(MetricsBufferError, match="is a counter, not a seconds"):
         TierMetrics().add_seconds("ziggurat_passes_total", 1.0)
-    with pytest.raises(MetricsBufferError, match="a value for each layer"):
+    with pytest.raises(MetricsBufferError, match="is a layer counter, not a counter"):
         TierMetrics().add("ziggurat_layer_fetched_rows_total", 1)
-    with pytest.raises(MetricsBufferError, match="one value"):
+    with pytest.raises(MetricsBufferError, match="no series ziggurat_steps_total"):
+        TierMetrics().add("ziggurat_steps_total", 1, "unheard of")
+    with pytest.raises(MetricsBufferError, match="is a counter, not a layer counter"):
         TierMetrics().add_layers("ziggurat_passes_total", np.ones(1, dtype=np.int64))
 
 
