@@ -205,3 +205,13 @@ def _layers(change: _Between, ranks: int) -> tuple[LayerFigures, ...]:
         LayerFigures(layer, rate, pool.get(layer, 0.0) / ranks, hottest.get(layer, 0.0) / ranks)
         for layer, rate in fetched.items()
     )
+
+
+def duration(seconds: float | None) -> str:
+    """Three digits with the unit that suits them; a dash for nothing."""
+    if seconds is None:
+        return "–"
+    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
+        if seconds * scale < 999.5:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"

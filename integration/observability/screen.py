@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from ziggurat.integration.observability.figures import Figures, Latency, TierFigures
+from ziggurat.integration.observability.figures import Figures, Latency, TierFigures, duration
 from ziggurat.residency.sizes import format_bytes
 
 HISTORY = 400
@@ -191,23 +191,24 @@ class Screen:
         moved = sum(f.fetched_bytes_per_s.values())
         link = self.link or f.link_bytes_per_s
         peak, of = (link, "the link's") if link else (self.history.peak, "the most so far,")
-        said = f" {_rate(moved)} of {of} {_rate(peak)}"
-        full, empty = bar(moved / peak if peak else 0.0, max(8, width - _LABEL - len(said)), self.glyphs)
+        words = f" {_rate(moved)} of {of} {_rate(peak)}"
+        full, empty = bar(moved / peak if peak else 0.0, max(8, width - _LABEL - len(words)), self.glyphs)
         style = "red" if link and moved > 0.7 * link else "cyan"
         sources = [
-            f"{source} {_rate(f.fetched_bytes_per_s.get(source, 0.0))}, a row {_latency(latency)}"
-            for source, latency in f.fetch_seconds.items()
+            f"{source} {_rate(rate)}, 99 % of the rows in {duration(f.fetch_seconds[source].p99)}"
+            for source, rate in f.fetched_bytes_per_s.items()
+            if rate > 0
         ]
         lines = [
-            _labelled("fetch", Text.assemble((full, style), (empty, "dim"), said)),
-            _labelled("", Text(" · ".join(sources), style="dim")),
+            _labelled("fetch", Text.assemble((full, style), (empty, "dim"), words)),
+            *(_labelled("", Text(source, style="dim")) for source in sources),
         ]
-        if f.prompt_fetch_ratio is not None:
-            now = f" · {f.fetching_rows:.0f} rows on their way" if f.fetching_rows else ""
-            lines.append(
-                _labelled("", Text(f"{_percent(f.prompt_fetch_ratio)} of the rows for prompts{now}"))
-            )
-        return lines
+        said = []
+        if f.prompt_fetch_ratio:
+            said.append(f"{_percent(f.prompt_fetch_ratio)} of the rows for steps with prompts")
+        if f.fetching_rows:
+            said.append(f"{f.fetching_rows:.0f} rows on their way")
+        return [*lines, _labelled("", Text(" · ".join(said)))] if said else lines
 
     def _heat(self, width: int) -> list[Text]:
         f = self.figures
@@ -286,17 +287,11 @@ def _grade(ratio: float | None, good: float, fair: float) -> str:
 
 
 def _rate(bytes_per_s: float) -> str:
-    return f"{format_bytes(int(bytes_per_s))}/s"
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if bytes_per_s >= scale:
+            return f"{bytes_per_s / scale:.3g} {unit}/s"
+    return f"{bytes_per_s:.0f} B/s"
 
 
 def _latency(latency: Latency) -> str:
-    if latency.median is None or latency.p99 is None:
-        return "–"
-    return f"{_seconds(latency.median)} (99 %: {_seconds(latency.p99)})"
-
-
-def _seconds(value: float) -> str:
-    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
-        if value * scale < 999.5:
-            return f"{value * scale:.3g} {unit}"
-    return f"{value:.3g} s"
+    return f"{duration(latency.median)} (99 %: {duration(latency.p99)})" if latency.p99 is not None else "–"
