@@ -30,6 +30,8 @@ class Glyphs:
 
 BLOCKS = Glyphs(" ▁▂▃▄▅▆▇█", "█", "░")
 ASCII = Glyphs(" .:-=+*%#", "#", ".")
+_PLAIN = str.maketrans("·×–µ…", "-x-u.")
+"""Characters of our words that a terminal with ASCII alone lacks."""
 
 
 def glyphs_for(encoding: str) -> Glyphs:
@@ -91,6 +93,8 @@ class Screen:
         width = max(_WIDTHS[0], min(_WIDTHS[1], options.max_width)) - 1
         for line in self.lines(width):
             line.truncate(options.max_width)
+            if self.glyphs is ASCII:
+                line.plain = line.plain.translate(_PLAIN)
             yield line
 
     def lines(self, width: int) -> list[Text]:
@@ -177,7 +181,7 @@ class Screen:
         names = {"first_pass": "first", "repeated_passes": "again", "fetch": "fetch"}
         total = sum(parts.values()) or 1.0
         said = f" {_latency(self.figures.step_seconds)}"
-        legend = "".join(f" {names[name]} {_percent(value / total)}" for name, value in parts.items())
+        legend = "".join(f" {names[name]} {value / total:.0%}" for name, value in parts.items())
         size = max(8, room - len(said) - len(legend))
         text = Text()
         for name, value in parts.items():

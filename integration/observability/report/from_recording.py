@@ -100,13 +100,17 @@ def _ratios(times: Sequence[float], intervals: Sequence[Figures]) -> Figure:
 
 
 def _coverage(whole: Figures) -> Figure:
-    parts = [0.0, *(part for _, part in HOTTEST), 1.0]
-    shares: list[float | None] = [0.0, *whole.hottest.values(), 1.0 if any(whole.hottest.values()) else 0.0]
-    pool = whole.tiers[0]
-    rows = float(whole.setup["layers"]) * float(whole.setup["experts"]) if _is_known(whole) else 0.0
-    lines = [Line("the hottest experts", parts, shares, 0)]
+    pool, known = whole.tiers[0], _is_known(whole)
+    rows = float(whole.setup["layers"]) * float(whole.setup["experts"]) if known else 0.0
+    points = {0.0: 0.0, **{part: whole.hottest[name] for name, part in HOTTEST}}
+    if any(whole.hottest.values()):
+        points[1.0] = 1.0
+    lines = []
     if rows:
-        lines.append(Line("this pool", [pool.capacity_rows / whole.ranks / rows], [whole.pool_heat], 3))
+        coverage = min(1.0, pool.capacity_rows / whole.ranks / rows)
+        points[coverage] = whole.pool_heat_best
+        lines.append(Line("this pool", [coverage], [whole.pool_heat], 3))
+    lines.insert(0, Line("the hottest experts", sorted(points), [points[part] for part in sorted(points)], 0))
     chart = line_chart(
         "Coverage",
         lines,

@@ -70,7 +70,8 @@ def load_trace(path: Path) -> RoutingTrace:
         raise TraceError(f"{path.name}: lengths do not fit {len(ids)} sequences of {ids.shape[1]} positions")
     live = np.arange(ids.shape[1]) < lengths[:, None]
     layers = tuple(str(layer) for layer in range(ids.shape[2]))
-    return RoutingTrace(path.name, ids[live], int(ids.max()) + 1, layers, len(ids))
+    tokens = ids[live]
+    return RoutingTrace(path.name, tokens, int(tokens.max()) + 1, layers, len(ids))
 
 
 def trace_report(trace: RoutingTrace, machine: Machine) -> Report:
