@@ -1,10 +1,10 @@
-"""Renders the tables of the README and of docs/ from result files and from the list of metrics.
+"""Renders the tables of the README and of docs/ from result files, the list of metrics and sizes.
 
     python bench/tables.py [--check]
 
 A table stands between `<!-- results:begin NAME -->` and `<!-- results:end NAME -->` (NAME: a file in bench/results
-without its suffix; one in a folder there was measured on the GPU that the folder is named after), or between
-`<!-- metrics:begin -->` and `<!-- metrics:end -->`. --check writes nothing and returns status 1 if a table is not what
+without its suffix; one in a folder there was measured on the GPU that the folder is named after), or between such
+markers named `metrics` or `sizing`, without a NAME. --check writes nothing and returns status 1 if a table is not what
 its source gives.
 """
 
@@ -20,18 +20,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import gpu_tables  # noqa: E402
+from bench import gpu_tables, sizing  # noqa: E402
 from bench.results_io import RESULTS, read_json  # noqa: E402
 from ziggurat.residency.metric_specs import markdown_table  # noqa: E402
 
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "metrics.md")
+PAGES = (README, *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "metrics", "sizing")))
 _RESULTS = re.compile(
     r"(?P<begin><!-- results:begin (?P<name>[a-z0-9_/-]+) -->\n).*?(?P<end><!-- results:end (?P=name) -->)",
     re.DOTALL,
 )
-_METRICS = re.compile(r"(?P<begin><!-- metrics:begin -->\n).*?(?P<end><!-- metrics:end -->)", re.DOTALL)
-_MARKER = re.compile(r"<!-- (?:results|metrics):(?:begin|end)[^>]*-->")
+_COMPUTED: dict[str, Callable[[], str]] = {"metrics": markdown_table, "sizing": sizing.tables}
+_OTHERS = re.compile(
+    r"(?P<begin><!-- (?P<name>metrics|sizing):begin -->\n).*?(?P<end><!-- (?P=name):end -->)", re.DOTALL
+)
+_MARKER = re.compile(r"<!-- (?:results|metrics|sizing):(?:begin|end)[^>]*-->")
 
 
 class TableError(Exception):
@@ -174,13 +177,13 @@ def render(text: str, results: Path = RESULTS) -> str:
     def fill(match: re.Match[str]) -> str:
         return f"{match['begin']}{_table(match['name'], results)}{match['end']}"
 
-    def fill_metrics(match: re.Match[str]) -> str:
-        return f"{match['begin']}{markdown_table()}{match['end']}"
+    def fill_computed(match: re.Match[str]) -> str:
+        return f"{match['begin']}{_COMPUTED[match['name']]()}{match['end']}"
 
-    stray = _MARKER.findall(_METRICS.sub("", _RESULTS.sub("", text)))
+    stray = _MARKER.findall(_OTHERS.sub("", _RESULTS.sub("", text)))
     if stray:
         raise TableError(f"marker without a partner: {stray[0]}")
-    return _METRICS.sub(fill_metrics, _RESULTS.sub(fill, text))
+    return _OTHERS.sub(fill_computed, _RESULTS.sub(fill, text))
 
 
 def _table(name: str, results: Path) -> str:
