@@ -133,10 +133,11 @@ def test_every_metric_arrives(api: Api) -> None:
         assert (f"{spec.name}_bucket" if spec.kind == "histogram" else spec.name) in names
 
 
+QUERIES = list(dashboard.queries())
+
+
 @pytest.mark.parametrize(
-    ("title", "expression"),
-    dashboard.queries(),
-    ids=[f"{t}-{i}" for i, (t, _) in enumerate(dashboard.queries())],
+    ("title", "expression"), QUERIES, ids=[f"{title}-{i}" for i, (title, _) in enumerate(QUERIES)]
 )
 def test_every_query_of_the_dashboard_returns_data(api: Api, title: str, expression: str) -> None:
     for variable, value in VARIABLES.items():
