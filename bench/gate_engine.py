@@ -21,7 +21,7 @@ MODEL = ROOT / "bench" / "models" / "demo-moe-fp8"
 LAYERS, EXPERTS = 6, 32
 ROWS = LAYERS * EXPERTS
 REPEATS = 6
-OUTCOMES = ("clean", "replayed", "exact", "tolerated", "failed")
+OUTCOMES = ("clean", "inline", "streamed", "replayed", "exact", "tolerated", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class Part:
     """One engine start. engine: arguments of vLLM's LLM. graphs: steps of decode replay graphs.
 
     answers: file that the answers of the all-resident pool are written to, or read from if the pool is not all of it.
+    inline: layers fetch their own rows, and answers are those of another part. whole: the arena has every row, so
+    that no step runs twice.
     """
 
     config: dict[str, Any]
@@ -55,6 +57,8 @@ class Part:
     answers: str
     graphs: bool
     resize: bool = True
+    inline: bool = False
+    whole: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -100,17 +104,24 @@ def jobs(work: Path, *, cpu: bool) -> dict[str, Part]:
         del engine["kv_cache_memory_bytes"], engine["gpu_memory_utilization"]
         debug = {"kernels": True}
 
-    def part(mode: str, *, pool: str = "100%", some: list[Case] = cases, resize: bool = True) -> Part:
+    def part(
+        mode: str,
+        *,
+        pool: str = "100%",
+        some: list[Case] = cases,
+        resize: bool = True,
+        inline: str | None = None,
+    ) -> Part:
         graphs = {} if cpu or mode == "eager" else {"compilation_config": {"cudagraph_mode": mode}}
         return Part(
             config={
                 "tiers": {
                     "disk": {"path": str(work / "packs"), "readers": 4},
-                    "host": {"size": "40 rows"},
+                    "host": {"size": inline or "40 rows"},
                     "device": {"size": pool, "device": "cpu" if cpu else "auto"},
                 },
                 "codecs": {"base": "bf16"},
-                "miss": {"mode": "replay", "max_replays": 2},
+                "miss": {"mode": "inline" if inline else "replay", "max_replays": 2},
                 "heat": {"path": None},
             },
             debug=debug,
@@ -121,6 +132,8 @@ def jobs(work: Path, *, cpu: bool) -> dict[str, Part]:
             answers=str(work / f"answers-{mode}"),
             graphs=cpu or mode != "eager",
             resize=resize,
+            inline=inline is not None,
+            whole=inline == "100%",
         )
 
     small = [Case("25 % allocated", ROWS // 4)]
@@ -130,6 +143,8 @@ def jobs(work: Path, *, cpu: bool) -> dict[str, Part]:
         "piecewise": part("PIECEWISE", some=without_control),
         "eager": part("eager", some=without_control),
         "small": part("FULL_AND_PIECEWISE", pool="25%", some=small, resize=False),
+        "inline": part("FULL_AND_PIECEWISE", some=without_control, inline="100%"),
+        "inline-disk": part("FULL_AND_PIECEWISE", some=cases, inline="60 rows"),
     }
 
 
@@ -171,7 +186,7 @@ def run(part: Part) -> bool:
 
     answers = Path(part.answers)
     reference: dict[str, Outcome] = {}
-    if not part.resize:
+    if not part.resize or part.inline:
         if not answers.exists():
             print("the answers to compare with are not there: run the part `full` before", flush=True)
             return False
@@ -183,8 +198,9 @@ def run(part: Part) -> bool:
             service = engine.service
             if part.resize:
                 service.resize(case.slots, slot_seed=case.shuffle)
-                if case.slots == ROWS:
+                if case.slots == ROWS or part.inline:
                     service.warm_start()
+                    service.preheated()
             _replay(service, enabled=not case.control)
             totals = dict.fromkeys((*OUTCOMES, "passes", "missed"), 0)
             for name in case.only or batches:
@@ -196,7 +212,7 @@ def run(part: Part) -> bool:
                     totals = {key: totals[key] + count for key, count in counts.items()}
                     good &= _judge(case, name, expected, outcome, counts)
             good &= _judge_case(part, case, totals)
-            if part.resize and case is part.cases[0]:
+            if part.resize and not part.inline and case is part.cases[0]:
                 answers.write_bytes(pickle.dumps(reference))
         _replay(engine.service, enabled=True)
     return good
@@ -226,8 +242,11 @@ def _judge_case(part: Part, case: Case, totals: dict[str, int]) -> bool:
     problems = []
     if case.slots < ROWS and not totals["missed"]:
         problems.append("nothing missed, so nothing was proved")
-    if part.graphs and not case.control and totals["missed"] and not totals["replayed"] + totals["exact"]:
+    repeated = totals["replayed"] + totals["exact"]
+    if part.graphs and not case.control and totals["missed"] and not repeated and not part.whole:
         problems.append(f"pairs missed, and no step was repeated: {totals}")
+    if part.whole and repeated:
+        problems.append(f"every row was in the arena, and steps were repeated: {totals}")
     if problems:
         _say(case, "all batches", 0, dict.fromkeys(totals, 0), problems)
     return not problems

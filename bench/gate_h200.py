@@ -1,12 +1,14 @@
 """The identity gate on a GPU: pools of any size give the all-resident pool's logits, bit for bit, under CUDA graphs.
 
-    python bench/gate_h200.py [full piecewise eager small serve] [--out FOLDER] [--together] [--cpu]
+    python bench/gate_h200.py [full piecewise eager small inline inline-disk serve] [--out FOLDER] [--together] [--cpu]
 
 Every part is one engine start (serve: two servers). A part is ended when it takes longer than its limit, and the others
 go on. --together: several engines share the GPU, which takes less time and, where engines disturbed each other, would
 show it. One engine compares pools of several sizes under the same captured graphs: its pool has a slot for every expert
-and is told how many of them to use. `small` allocates a quarter and compares with what `full` has written. Prints a
-table, writes FOLDER/gate.json; status 0 if everything is as it must be. --cpu: a short run with the CPU as the device.
+and is told how many of them to use. `small` allocates a quarter and compares with what `full` has written; so do
+`inline`, whose layers fetch their own rows from an arena that has all, and `inline-disk`, whose arena has a third.
+Prints a table, writes FOLDER/gate.json; status 0 if everything is as it must be. --cpu: a short run with the CPU as the
+device.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from bench.results_io import provenance  # noqa: E402
 _running: set[int] = set()  # process groups
 
 LIMITS = {"full": 200.0, "piecewise": 170.0, "eager": 150.0, "small": 120.0, "serve": 260.0}
+LIMITS |= {"inline": 200.0, "inline-disk": 240.0}
+_AFTER_FULL = ("small", "inline", "inline-disk")
 
 
 def main() -> int:
@@ -42,7 +46,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", default=list(LIMITS), help=f"of {', '.join(LIMITS)}")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "bench/h200/out")))
     parser.add_argument("--cpu", action="store_true", help="a short run with the CPU as the device")
-    parser.add_argument("--together", action="store_true", help="all parts at once, `small` after `full`")
+    parser.add_argument("--together", action="store_true", help="all parts at once, some after `full`")
     parser.add_argument("--commit", default=None, help="what to record where there is no git history")
     options = parser.parse_args()
     unknown = sorted(set(options.parts) - set(LIMITS))
@@ -52,9 +56,9 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     with tempfile.TemporaryDirectory(prefix="ziggurat-gate-") as folder:
-        # `small` reads what `full` wrote.
-        chains = [[one for one in options.parts if one in ("full", "small")]]
-        chains += [[one] for one in options.parts if one not in ("full", "small")]
+        # These read what `full` wrote.
+        chains = [[one for one in options.parts if one in ("full", *_AFTER_FULL)]]
+        chains += [[one] for one in options.parts if one not in chains[0]]
         if not options.together:
             chains = [list(options.parts)]
         with ThreadPoolExecutor(len(chains)) as pool:

@@ -31,8 +31,11 @@ MAX_TOKENS = 2048  # vLLM's --max-num-batched-tokens
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A model on a machine. free_device: bytes of each GPU that vLLM leaves for the pool and the kernels' workspace.
-    free_host: of the whole machine, once vLLM runs. pool, host: the configuration's sizes. link: bytes a second."""
+    """A model on a machine.
+
+    free_device: bytes of each GPU that vLLM leaves for the pool, the kernels and the staging of prompts. free_host: of the
+    whole machine, once vLLM runs. pool, host: the configuration's sizes. link: bytes a second.
+    """
 
     name: str
     shape: MoeShape

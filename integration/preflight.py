@@ -8,17 +8,20 @@ from ziggurat.allocators.errors import AllocatorError
 from ziggurat.integration.machine import machine_limits
 from ziggurat.integration.packing import check_existing_packs, encoder_for, pack_paths
 from ziggurat.kernels.cuda.errors import LayerError
-from ziggurat.kernels.cuda.workspace import check_shape, workspace_bytes
+from ziggurat.kernels.cuda.workspace import check_shape, part_tokens, workspace_bytes
 from ziggurat.kernels.errors import CodecError
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.budget import ModelFacts, Plan, plan
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.errors import ResidencyError
+from ziggurat.residency.streaming.advice import ChunkAdvice, advise
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.errors import StoreError
 
 #: Tokens of a batch where nobody says how many there may be: vLLM's usual --max-num-batched-tokens.
 DEFAULT_MAX_TOKENS = 8192
+
+_ANY_TOKENS = 1 << 30  # more than a batch has
 
 REFUSALS: tuple[type[Exception], ...] = (AllocatorError, CodecError, LayerError, ResidencyError, StoreError)
 
@@ -31,6 +34,7 @@ def model_facts(checkpoint: Checkpoint) -> ModelFacts:
         top_k=checkpoint.top_k,
         hidden=checkpoint.hidden,
         intermediate=checkpoint.intermediate,
+        layer_ids=tuple(checkpoint.layer_ids),
     )
 
 
@@ -60,6 +64,26 @@ def plan_for(
         machine=machine,
         tp_size=tp_size,
         graph_tokens=0 if machine.device == "cpu" else graph_tokens,
+    )
+
+
+def chunk_advice(checkpoint: Checkpoint, result: Plan, *, link: float, compute: float) -> ChunkAdvice | None:
+    """How many tokens a chunk of a prompt should have, for the rank with the smallest pool; None if all have all rows.
+
+    link: bytes a second from host memory to the device. compute: operations a second of the kernels on large batches.
+    """
+    geometry = _rank_geometry(checkpoint, result.tp_size)
+    absent = result.rows - min(one.pool_rows for one in result.ranks)
+    return advise(
+        absent_rows=absent / len(checkpoint.layer_ids),
+        stride=result.stride,
+        experts=checkpoint.experts,
+        top_k=checkpoint.top_k,
+        hidden=geometry.hidden,
+        intermediate=geometry.intermediate,
+        link=link,
+        compute=compute,
+        part_tokens=part_tokens(geometry, checkpoint.top_k, _ANY_TOKENS),
     )
 
 

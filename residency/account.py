@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from ziggurat.residency.device_layer import LateCounts
 from ziggurat.residency.fetch import SOURCES, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.heat import HeatMap
 from ziggurat.residency.host_cache import FillReport, HostCache
+from ziggurat.residency.inline.choice import SERVINGS, Serving
+from ziggurat.residency.inline.layers import InlineCounts
 from ziggurat.residency.layer_figures import set_heat
 from ziggurat.residency.metrics import MetricWriter, TierMetrics
 from ziggurat.residency.passes import StepResult, StepState
@@ -21,7 +25,8 @@ _HEAT_EVERY_STEPS = 16  # the heat gauges look at every expert
 class Account:
     """Books steps, fetches and fills. Groups of numbers that belong together become visible together.
 
-    `clean_steps` and `filled` may be called by any thread, everything else by the one that runs steps.
+    `late_steps` and `filled` may be called by any thread, everything else by the one that runs steps. `step`, `fetches`
+    and `late_steps` must not overlap: what they have booked already is theirs together.
     """
 
     def __init__(
@@ -43,6 +48,8 @@ class Account:
         self._evicted = {"pool": 0, "arena": 0}
         self._waits = 0
         fetcher.on_depth = self._fetching
+        self._inline = InlineCounts.of(geometry.layers)
+        self._booked = InlineCounts.of(geometry.layers)
 
     def step(self, step: StepState, result: StepResult[Any]) -> None:
         """Book one finished step."""
@@ -68,20 +75,38 @@ class Account:
             self._set_gauges(self._metrics, with_heat=self._steps % _HEAT_EVERY_STEPS == 0)
         self._steps += 1
 
-    def clean_steps(self, steps: int, pairs: int) -> None:
-        """Book steps of one pass that could not miss, and the pairs routed in all of them."""
+    def late_steps(self, late: LateCounts) -> None:
+        """Book steps of one pass that nobody waited for."""
         behind = self._metrics.behind
         add = behind.add
+        steps, pairs = len(late.pairs), int(late.pairs.sum())
+        missed = 0 if late.missed is None else int(late.missed.sum())
+        fetched = 0 if late.missed is None else int(np.count_nonzero(late.missed))
         with behind.writing():
             add("ziggurat_routed_pairs_total", pairs)
-            add("ziggurat_tier_hits_total", pairs, "pool")
+            add("ziggurat_hit_pairs_total", pairs - missed)
+            add("ziggurat_missed_pairs_total", missed)
+            add("ziggurat_tier_hits_total", pairs - missed, "pool")
+            add("ziggurat_tier_misses_total", missed, "pool")
             add("ziggurat_tokens_total", pairs // (self._geometry.layers * self._geometry.top_k), "untold")
-            add("ziggurat_hit_pairs_total", pairs)
-            add("ziggurat_steps_total", steps, "clean")
-            add("ziggurat_steps_without_miss_total", steps)
+            add("ziggurat_steps_total", steps - fetched, "clean")
+            add("ziggurat_steps_total", fetched, "inline")
+            add("ziggurat_steps_without_miss_total", steps - fetched)
             add("ziggurat_passes_total", steps)
             behind.observe("ziggurat_step_passes", [1.0] * steps)
+            self._add_inline(behind)
+            self._add_evictions(behind)
             self._set_gauges(behind, with_heat=True)
+
+    def serving(self, chosen: Serving) -> None:
+        """Who serves misses."""
+        with self._metrics.writing():
+            for one in SERVINGS:
+                self._metrics.set("ziggurat_miss_serving_ratio", float(one == chosen), one)
+
+    def follow(self, counts: InlineCounts) -> None:
+        """Book what a device does by itself from here on."""
+        self._inline = counts
 
     def fetches(self) -> None:
         """Book fetches outside a step."""
@@ -100,6 +125,11 @@ class Account:
             add("ziggurat_tier_hits_total", report.read, "pack")
             add("ziggurat_tier_misses_total", len(report.faults), "pack")
             self._set_tier(behind, "arena", self._cache.capacity, self._cache.used)
+
+    def direct(self, rows: int) -> None:
+        """Rows that are read in place."""
+        with self._metrics.writing():
+            self._metrics.set("ziggurat_direct_rows", rows)
 
     def unarmed_call(self) -> None:
         with self._metrics.writing():
@@ -138,24 +168,50 @@ class Account:
             rows = tally.rows[source]
             add("ziggurat_fetched_rows_total", rows, source, "pool")
             add("ziggurat_fetched_bytes_total", rows * self._cache.stride, source, "pool")
+            add("ziggurat_fetched_rows_total", tally.staged[source], source, "staging")
+            add("ziggurat_fetched_bytes_total", tally.staged[source] * self._cache.stride, source, "staging")
             self._metrics.observe("ziggurat_fetch_seconds", tally.seconds[source], source)
         add("ziggurat_io_errors_total", tally.io_errors)
         add("ziggurat_verification_failures_total", tally.verification_failures)
-        add("ziggurat_tier_hits_total", tally.rows["arena"], "arena")
-        add("ziggurat_tier_misses_total", tally.rows["pack"] + tally.io_errors, "arena")
-        add("ziggurat_tier_hits_total", tally.rows["pack"], "pack")
+        looked_up = {source: tally.rows[source] + tally.staged[source] for source in SOURCES}
+        add("ziggurat_tier_hits_total", looked_up["arena"], "arena")
+        add("ziggurat_tier_misses_total", looked_up["pack"] + tally.io_errors, "arena")
+        add("ziggurat_tier_hits_total", looked_up["pack"], "pack")
         add("ziggurat_tier_misses_total", tally.io_errors, "pack")
         self._metrics.observe("ziggurat_fetch_rows", tally.asked)
         if tally.keys:
             layers = np.array(tally.keys) // self._geometry.experts
             by_layer = np.bincount(layers, minlength=self._geometry.layers)
             self._metrics.add_layers("ziggurat_layer_fetched_rows_total", by_layer)
+        inline = self._add_inline(self._metrics)
+        self._add_evictions(self._metrics)
+        return inline + sum(tally.rows.values())
+
+    def _add_inline(self, writer: MetricWriter) -> int:
+        """What the device has done since it was looked at last; how many rows it brought into the pool."""
+        add, now, before = writer.add, self._inline, self._booked
+        rows, misses = now.rows - before.rows, now.arena_misses - before.arena_misses
+        add("ziggurat_fetched_rows_total", rows, "arena", "pool")
+        add("ziggurat_fetched_bytes_total", rows * self._cache.stride, "arena", "pool")
+        add("ziggurat_inline_rows_total", rows)
+        add("ziggurat_inline_bytes_total", rows * self._cache.stride)
+        add("ziggurat_arena_misses_total", misses)
+        add("ziggurat_tier_hits_total", rows, "arena")
+        add("ziggurat_tier_misses_total", misses, "arena")
+        if rows:
+            writer.add_layers("ziggurat_layer_fetched_rows_total", now.by_layer - before.by_layer)
+            self._booked = replace(now, by_layer=now.by_layer.copy())
+        else:
+            self._booked = replace(now, by_layer=before.by_layer)
+        return rows
+
+    def _add_evictions(self, writer: MetricWriter) -> None:
+        add = writer.add
         for tier, evicted in (("pool", self._slots.evictions), ("arena", self._cache.evictions)):
             add("ziggurat_evictions_total", evicted - self._evicted[tier], tier)
             self._evicted[tier] = evicted
         add("ziggurat_arena_waits_total", self._cache.waits - self._waits)
         self._waits = self._cache.waits
-        return sum(tally.rows.values())
 
     def _set_gauges(self, writer: MetricWriter, *, with_heat: bool) -> None:
         put = writer.set

@@ -10,29 +10,33 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ziggurat.residency.budget_checks import MachineLimits, direct_check, disk_checks
 from ziggurat.residency.budget_plan import ArenaKind, Check, Plan, RankPlan
 from ziggurat.residency.config import TiersConfig
+from ziggurat.residency.direct_layers import direct_indices
 from ziggurat.residency.errors import ConfigError
 from ziggurat.residency.sizes import format_bytes, row_stride
+from ziggurat.residency.streaming.sizing import LEAST_ROWS, RingShape, auto_rows, ring_of
 
 __all__ = ["Check", "MachineLimits", "ModelFacts", "Plan", "RankPlan", "memory_reserve", "plan"]
 
-# Header and padding of a pack file are one or a few 4 KiB pages; its checksums are 8 bytes a row.
-_PACK_HEADER_ALLOWANCE = 64 << 10
-_CHECKSUM_BYTES = 8
 _AUTO_PERCENT = 25
 _MAY_GROW = " (the host of this virtual machine may give it more once its memory is used)"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The shape of a model's routed experts; `hidden` and `intermediate` are the whole model's."""
+    """The shape of a model's routed experts; `hidden` and `intermediate` are the whole model's.
+
+    `layer_ids`: the model's own numbers of these layers; () = 0, 1, 2…
+    """
 
     layers: int
     experts: int
     top_k: int
     hidden: int
     intermediate: int
+    layer_ids: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -48,36 +52,6 @@ class ModelFacts:
                 f"tensor parallel size {tp_size} does not divide the experts' {self.intermediate} channels"
             )
         return self.intermediate // tp_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineLimits:
-    """What the machine can give, in bytes. None: not known, or no limit; no check is made against it.
-
-    `cgroup_headroom` is the tightest limit of the process's control groups less what they use; `memory_may_grow`
-    whether a virtual machine's memory may read low until it is used; `memlock` the locked-memory limit that binds
-    what is locked here; `device_free` the free memory of the fullest of the devices (on the CPU the pool is host
-    memory) and `device_workspace` what kernels take of it beside the pool; `nodes` the NUMA node that each rank's
-    arena is bound to (None, or a rank that is not listed: to none) and `node_available` what can be taken from each
-    node; `notes` what the machine's limits leave to say; `packs_built` how many ranks' packs are complete, and
-    `packs_building` the bytes that unfinished builds of the others take on disk already.
-    """
-
-    device: str = "cpu"
-    memory_available: int | None = None
-    memory_may_grow: bool = False
-    cgroup_headroom: int | None = None
-    memlock: int | None = None
-    device_free: int | None = None
-    device_workspace: int = 0
-    nodes: tuple[int | None, ...] = ()
-    node_available: tuple[tuple[int, int], ...] = ()
-    notes: tuple[str, ...] = ()
-    disk_free: int | None = None
-    disk_writable: bool = True
-    packs_built: int = 0
-    packs_building: int = 0
-    direct_io: bool | None = None
 
 
 def memory_reserve(available: int) -> int:
@@ -122,13 +96,17 @@ class _Planner:
         graph_tokens: int,
     ) -> None:
         self.config, self.machine, self.tp_size, self.row_bytes = config, machine, tp_size, row_bytes
+        self.experts = facts.experts
         self.host, self.disk, self.device = config.tiers.host, config.tiers.disk, config.tiers.device
         self.planned = range(tp_size) if rank is None else (rank,)
         self.stride, self.total = row_stride(row_bytes), facts.rows
         self.on_cpu = machine.device == "cpu"
         # Eager code serves a layer in chunks, so one slot is enough; a graph needs all it can route to.
         self.pool_floor = max(1, min(facts.experts, facts.top_k * graph_tokens))
-        self.arena_floor = min(self.disk.readers, self.total)
+        direct = direct_indices(self.device.direct_layers, facts.layer_ids or range(facts.layers))
+        self.direct_rows = len(direct) * facts.experts
+        self.most_slots = max(1, self.total - self.direct_rows)
+        self.arena_floor = min(self.disk.readers + self.direct_rows, self.total)
         self.notes: list[str] = list(machine.notes)
         spendable = [
             max(0, have - memory_reserve(have))
@@ -195,6 +173,7 @@ class _Planner:
 
     def _rank(self, rank: int, kind: ArenaKind) -> RankPlan:
         pool_rows = self._pool_rows(rank)
+        ring = self._ring(pool_rows)
         arena_rows = self._arena_rows(rank, kind, pool_rows)
         return RankPlan(
             rank=rank,
@@ -202,22 +181,56 @@ class _Planner:
             pool_bytes=pool_rows * self.stride,
             arena_rows=arena_rows,
             arena_bytes=arena_rows * self.stride,
-            staging_bytes=0 if arena_rows else self.arena_floor * self.stride,
+            staging_bytes=0 if arena_rows else min(self.disk.readers, self.total) * self.stride,
             coverage=pool_rows / self.total,
             pinned_bytes=arena_rows * self.stride if kind == "pinned" else 0,
             numa_node=self._node(rank) if kind == "pinned" and arena_rows else None,
+            ring_parts=ring.parts,
+            ring_rows=ring.rows,
+            ring_bytes=ring.total * self.stride,
+            direct_rows=self.direct_rows,
         )
+
+    def _ring(self, pool_rows: int) -> RingShape:
+        """Staging memory for prompts; none where the pool has every row or is host memory itself."""
+        written = not self.device.staging.is_auto
+        if self.on_cpu or pool_rows >= self.total:
+            if written:
+                why = "on a CPU" if self.on_cpu else "beside a pool that holds every expert"
+                self.notes.append(f"tiers.device.staging has no effect {why}")
+            return RingShape(0, 0)
+        rows = self._ring_rows()
+        if rows < LEAST_ROWS:
+            return RingShape(rows, 1)  # refused by a check
+        ring = ring_of(rows, self.experts)
+        if written and ring_of(rows, rows).rows > self.experts:
+            self.notes.append(
+                f"tiers.device.staging has room for {rows} rows; {ring.total} are used, since a part of it holds at "
+                f"most the {self.experts} experts of a layer"
+            )
+        return ring
+
+    def _ring_rows(self) -> int:
+        size = self.device.staging
+        if size.is_auto:
+            return auto_rows(self.stride, self._device_room())
+        return size.rows(stride=self.stride, total_rows=self.total)
 
     def _pool_rows(self, rank: int) -> int:
         size = self.device.size_of(rank, self.tp_size)
         if not size.is_auto:
-            return self._capped(size.rows(stride=self.stride, total_rows=self.total), "tiers.device.size")
+            rows = size.rows(stride=self.stride, total_rows=self.total)
+            return self._capped(rows, "tiers.device.size", self.most_slots)
         memory = self.share if self.on_cpu else self._device_room()
-        part = self.total * _AUTO_PERCENT // 100
+        part = min(self.total * _AUTO_PERCENT // 100, self.most_slots)
         if memory is None:
             return max(part, self.pool_floor)
-        if self.total * self.stride <= memory // 4:
-            return self.total
+        if self.most_slots * self.stride <= memory // 4:
+            return self.most_slots
+        if not self.on_cpu:  # a pool that leaves something out has staging memory beside it
+            memory = max(
+                0, memory - ring_of(max(LEAST_ROWS, self._ring_rows()), self.experts).total * self.stride
+            )
         return max(min(part, memory // 2 // self.stride), self.pool_floor)
 
     def _device_room(self) -> int | None:
@@ -231,15 +244,17 @@ class _Planner:
             if pool_rows >= self.total:
                 self.notes.append("no arena: the pool holds every expert")
                 return 0
-            wanted = max(self.total * _AUTO_PERCENT // 100, self.arena_floor)
+            part = self.total * _AUTO_PERCENT // 100 + self.direct_rows
+            wanted = min(max(part, self.arena_floor), self.total)
             rows = wanted if bound is None else min(wanted, bound)
             if rows < self.arena_floor:
                 self.notes.append(
-                    f"no arena: host memory has room for {rows} rows, fewer than {self.arena_floor} readers"
+                    f"no arena: host memory has room for {rows} rows, fewer than {self._arena_needs()}"
                 )
                 return 0
             return rows
-        rows = self._capped(size.rows(stride=self.stride, total_rows=self.total), "tiers.host.size")
+        rows = size.rows(stride=self.stride, total_rows=self.total)
+        rows = self._capped(rows, "tiers.host.size", self.total)
         if self.host.on_limit != "shrink" or bound is None or rows <= bound or rows <= self.arena_floor:
             return rows
         shrunk = max(bound, self.arena_floor)
@@ -260,43 +275,74 @@ class _Planner:
             bounds.append(of_node)
         return max(0, min(bounds)) // self.stride if bounds else None
 
-    def _capped(self, rows: int, key: str) -> int:
-        if rows > self.total:
-            self.notes.append(f"{key} has room for {rows} rows; {self.total} hold every expert and are used")
-            return self.total
+    def _arena_needs(self) -> str:
+        readers = f"{min(self.disk.readers, self.total)} readers"
+        return f"{readers} and {self.direct_rows} rows of direct layers" if self.direct_rows else readers
+
+    def _capped(self, rows: int, key: str, most: int) -> int:
+        if rows > most:
+            every = "every expert" if most == self.total else "every expert that is not read in place"
+            self.notes.append(f"{key} has room for {rows} rows; {most} hold {every} and are used")
+            return most
         return rows
 
     def _checks(self, ranks: tuple[RankPlan, ...], kind: ArenaKind, pack_bytes: int) -> Iterable[Check]:
         yield self._pool_floor_check(ranks)
-        if kind != "none":
-            smallest = min(ranks, key=lambda one: one.arena_rows)
-            yield Check(
-                "arena floor",
-                self.arena_floor,
-                smallest.arena_rows,
-                "rows",
-                "tiers.host.size",
-                f"raise tiers.host.size to {self.arena_floor} rows, set it to 0, or lower tiers.disk.readers",
-                f"a place for each read in flight{self._of_rank(smallest)}",
-            )
+        if kind != "none" or self.direct_rows:
+            yield self._arena_floor_check(ranks)
+        if self.direct_rows:
+            yield direct_check(self.direct_rows, kind, on_cpu=self.on_cpu)
         yield from self._asked_arena_checks(ranks)
         yield from self._memory_checks(ranks)
         if kind == "pinned":
             yield from self._pinned_checks(ranks)
-        if not self.on_cpu and self.machine.device_free is not None:
-            largest = max(ranks, key=lambda one: one.pool_bytes)
-            workspace = self.machine.device_workspace
-            kernels = f" + {format_bytes(workspace)} for the kernels" if workspace else ""
+        yield from self._device_checks(ranks)
+        yield from disk_checks(self.disk, self.machine, len(self.planned), pack_bytes, self.total)
+
+    def _arena_floor_check(self, ranks: tuple[RankPlan, ...]) -> Check:
+        smallest = min(ranks, key=lambda one: one.arena_rows)
+        advice, detail = "set it to 0, or lower tiers.disk.readers", "a place for each read in flight"
+        if self.direct_rows:
+            advice = "or take layers out of tiers.device.direct_layers"
+            detail = f"{self.direct_rows} rows of direct layers and {detail}"
+        return Check(
+            "arena floor",
+            self.arena_floor,
+            smallest.arena_rows,
+            "rows",
+            "tiers.host.size",
+            f"raise tiers.host.size to {self.arena_floor} rows, {advice}",
+            f"{detail}{self._of_rank(smallest)}",
+        )
+
+    def _device_checks(self, ranks: tuple[RankPlan, ...]) -> Iterable[Check]:
+        ring = [one for one in ranks if one.ring_parts or one.pool_rows < self.total]
+        if not self.on_cpu and ring:
             yield Check(
-                "device memory",
-                largest.pool_bytes + workspace,
-                self.machine.device_free,
-                "bytes",
-                "tiers.device.size",
-                "lower tiers.device.size",
-                f"pool{kernels}{self._of_rank(largest)}",
+                "staging floor",
+                LEAST_ROWS,
+                min(one.ring_parts * one.ring_rows for one in ring),
+                "rows",
+                "tiers.device.staging",
+                f"raise tiers.device.staging to {format_bytes(LEAST_ROWS * self.stride)} or more, or set it to auto",
+                f"{format_bytes(self.stride)} a row; one arrives while another is computed with",
             )
-        yield from self._disk_checks(pack_bytes)
+        if self.on_cpu or self.machine.device_free is None:
+            return
+        largest = max(ranks, key=lambda one: one.pool_bytes + one.ring_bytes)
+        workspace = self.machine.device_workspace
+        staging = f" + {format_bytes(largest.ring_bytes)} of staging" if largest.ring_bytes else ""
+        kernels = f" + {format_bytes(workspace)} for the kernels" if workspace else ""
+        lower = "tiers.device.staging" if largest.ring_bytes > largest.pool_bytes else "tiers.device.size"
+        yield Check(
+            "device memory",
+            largest.pool_bytes + largest.ring_bytes + workspace,
+            self.machine.device_free,
+            "bytes",
+            lower,
+            f"lower {lower}",
+            f"pool{staging}{kernels}{self._of_rank(largest)}",
+        )
 
     def _pinned_checks(self, ranks: tuple[RankPlan, ...]) -> Iterable[Check]:
         if self.machine.memlock is not None:
@@ -384,41 +430,6 @@ class _Planner:
                     advice + (_MAY_GROW if grows else ""),
                     f"{detail}; {format_bytes(reserve)} of {format_bytes(available)} left to everything else",
                 )
-
-    def _disk_checks(self, pack_bytes: int) -> Iterable[Check]:
-        folder, each = self.disk.path, pack_bytes + _CHECKSUM_BYTES * self.total + _PACK_HEADER_ALLOWANCE
-        unbuilt = max(0, len(self.planned) - self.machine.packs_built)
-        missing = max(0, each * unbuilt - self.machine.packs_building)
-        if missing > 0 and not self.machine.disk_writable:
-            yield Check(
-                "pack folder",
-                1,
-                0,
-                "support",
-                "tiers.disk.path",
-                "make it writable or point tiers.disk.path elsewhere",
-                f"{folder} is not writable and {format_bytes(missing)} of packs are not built",
-            )
-        elif self.machine.disk_free is not None:
-            yield Check(
-                "disk space",
-                missing,
-                self.machine.disk_free,
-                "bytes",
-                "tiers.disk.path",
-                "free space there or point tiers.disk.path elsewhere",
-                f"packs not yet built in {folder}",
-            )
-        if self.disk.direct == "always" and self.machine.direct_io is False:
-            yield Check(
-                "direct I/O",
-                1,
-                0,
-                "support",
-                "tiers.disk.direct",
-                "set tiers.disk.direct to auto or point tiers.disk.path elsewhere",
-                f"the filesystem of {folder} does not support it",
-            )
 
     def _of_rank(self, one: RankPlan) -> str:
         return f", rank {one.rank}" if self.tp_size > 1 else ""

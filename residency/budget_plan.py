@@ -55,7 +55,10 @@ class Check:
 class RankPlan:
     """What one tensor-parallel rank allocates. `staging_bytes`: its reads in flight if it has no arena.
 
-    `pinned_bytes`: the part of the arena that is page-locked. `numa_node`: what that is bound to, None for nothing.
+    `ring_parts`, `ring_rows`, `ring_bytes`: staging memory on the device through which prompts stream, in parts of so
+    many rows; 0 where nothing streams. `direct_rows`: the part of the arena whose rows are read in place and have no
+    slots. `pinned_bytes`: the part of the arena that is page-locked. `numa_node`: what
+    that is bound to, None for nothing.
     """
 
     rank: int
@@ -67,6 +70,10 @@ class RankPlan:
     coverage: float
     pinned_bytes: int = 0
     numa_node: int | None = None
+    ring_parts: int = 0
+    ring_rows: int = 0
+    ring_bytes: int = 0
+    direct_rows: int = 0
 
     @property
     def host_bytes(self) -> int:

@@ -96,6 +96,24 @@ def _read_numa(written: object) -> str | int:
     raise ValueError(f"expected gpu-local, none or the number of a NUMA node, not {shorten(written)}")
 
 
+def _read_staging(written: object) -> Size:
+    size = Size.parse(written)
+    if size.kind == "percent":
+        raise ValueError(f"expected bytes, rows or auto, not the share {shorten(written)}")
+    return size
+
+
+def _read_layers(written: object) -> tuple[int, ...]:
+    if not isinstance(written, list | tuple):
+        raise ValueError(f"expected a list of layer numbers, not {shorten(written)}")
+    for one in written:
+        if not isinstance(one, int) or isinstance(one, bool) or one < 0:
+            raise ValueError(f"a layer is a number, 0 or more, not {shorten(one)}")
+        if written.count(one) > 1:
+            raise ValueError(f"layer {shorten(one)} is listed twice")
+    return tuple(written)
+
+
 def _read_heat_path(written: object, info: ValidationInfo) -> Path | Literal["auto"] | None:
     if written is None or written == "auto":
         return "auto" if written == "auto" else None
@@ -134,6 +152,9 @@ ConfigSize = Annotated[Size, BeforeValidator(Size.parse), PlainSerializer(str)]
 ConfigSizes = Annotated[Size | tuple[Size, ...], BeforeValidator(_read_sizes), PlainSerializer(_write_sizes)]
 
 
+StagingSize = Annotated[Size, BeforeValidator(_read_staging), PlainSerializer(str)]
+
+
 class ModelConfig(_Section):
     """Where the checkpoint is; a MODEL on the command line wins."""
 
@@ -164,6 +185,8 @@ class DeviceTierConfig(_Section):
 
     size: ConfigSizes = Size("auto")
     device: Annotated[str, BeforeValidator(_read_device)] = "auto"
+    staging: StagingSize = Size("auto")
+    direct_layers: Annotated[tuple[int, ...], BeforeValidator(_read_layers)] = ()
 
     def size_of(self, rank: int, tp_size: int) -> Size:
         """The size for one tensor-parallel rank. ConfigError if a list has another length than `tp_size`."""

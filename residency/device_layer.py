@@ -3,6 +3,8 @@
 In a replay pass the host decides nothing: the kernels look experts up in the device's slot table, leave out those
 without a slot, and count. Such a pass can be a replayed graph, in which this code does not even run. In an inline pass
 the host reads each layer's routing, brings the missing rows, and queues the layer in as many portions as that takes.
+With staging memory, rows that only a prompt wants do not take slots from others: they pass through that memory, and a
+pass of many tokens does not even wait for its routing (see `ziggurat.residency.streaming.layers`).
 
 A slot may be written again as soon as `pool.write` is called, although kernels that read it may still be queued: the
 pool's copies wait for the stream that those kernels are on. Between the passes of a replayed step no kernel is even
@@ -12,6 +14,7 @@ queued, since the host has waited for the pass's tally, which comes after the pa
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from ziggurat.residency.device_state import Counted, DeviceState
+from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.fetch import Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.passes import BoolArray, IntArray, PassMode, PassState, Route
@@ -27,29 +31,27 @@ from ziggurat.residency.rounds import Indices, rounds
 from ziggurat.residency.routing import check_shapes, count_pairs
 from ziggurat.residency.runtime_errors import RoutingError, StepError
 from ziggurat.residency.slots import ABSENT, SlotPool
+from ziggurat.residency.streaming.layers import StreamedLayers, TokenPart
 from ziggurat.residency.transfers import Download
 
 
 @dataclass(frozen=True, slots=True)
 class LateCounts:
-    """What steps that could not miss have counted: pairs int [steps, L, E], oldest first."""
+    """What steps that nobody waited for have counted: pairs int [steps, L, E], oldest first.
+
+    missed: int [steps], pairs whose expert the device had to fetch; None: nothing can have missed.
+    """
 
     pairs: npt.NDArray[np.integer]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows of a batch from `first` on: x [n, H], topk_ids [n, k] and live [1] on the device, ids of the live rows."""
-
-    x: torch.Tensor
-    topk_ids: torch.Tensor
-    live: torch.Tensor
-    ids: npt.NDArray[np.integer]
-    first: int
+    missed: IntArray | None = None
 
 
 class DeviceLayers:
-    """Runs layers through `kernels` against a slot pool, and keeps the books of a pass from what they count."""
+    """Runs layers through `kernels` against a slot pool, and keeps the books of a pass from what they count.
+
+    streamed: how prompts pass by a full pool; None = rows that a prompt wants take slots. direct: layers that have no
+    slots and are read in place.
+    """
 
     def __init__(
         self,
@@ -58,6 +60,8 @@ class DeviceLayers:
         slots: SlotPool,
         fetcher: Fetcher,
         state: DeviceState,
+        streamed: StreamedLayers | None = None,
+        direct: DirectLayers | None = None,
     ) -> None:
         self.defers = True
         self._geometry = geometry
@@ -65,6 +69,9 @@ class DeviceLayers:
         self._slots = slots
         self._fetcher = fetcher
         self._device = state
+        self._streamed = streamed
+        self._direct = direct
+        self._passing: PassState | None = None  # of a pass that is streamed as a whole
         self._deferred: deque[Download] = deque()
         self._sure = False  # whether the passes since the last `begin` could not miss
         # Enough for a host that is a step ahead of the device; page-locked memory is slow to get.
@@ -96,18 +103,24 @@ class DeviceLayers:
         self._check(layer, x, topk_weights, topk_ids, state.step.tokens.count)
         if state.mode is PassMode.REPLAY:
             return self._launch(layer, x, topk_weights, topk_ids)
+        if self._passing is not None and self._streamed is not None:
+            return self._streamed.run(state, layer, x, topk_weights, topk_ids)
         return self._serve(state, layer, x, topk_weights, topk_ids)
 
     def _launch(
         self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         device = self._device
+        slots, pool = device.table_of[layer], self._slots.pool.tensor
+        places = None if self._direct is None else self._direct.slots_of(layer)
+        if places is not None and self._direct is not None:
+            slots, pool = places, self._direct.arena
         return self._kernels.run(
             x,
             topk_weights,
             topk_ids,
-            slots=device.table_of[layer],
-            pool=self._slots.pool.tensor,
+            slots=slots,
+            pool=pool,
             live=device.live,
             prefill=device.prefill,
             counts=device.counts_of[layer],
@@ -125,37 +138,71 @@ class DeviceLayers:
         """A layer of an inline pass, in as many parts as its tokens need."""
         tokens = state.step.tokens
         ids = topk_ids[: tokens.count].cpu().numpy()  # the layer's one host synchronisation
+        if self._direct is not None and self._direct.slots_of(layer) is not None:
+            pairs, _ = count_pairs(ids, self._geometry.experts, None)
+            state.routes.append(Route(layer, np.flatnonzero(pairs), pairs[pairs > 0]))
+            state.count(int(pairs.sum()), 0)
+            return self._launch(layer, x, topk_weights, topk_ids)
         outs = []
         for first, rows, live in self._device.parts(x.shape[0], tokens.count, self._kernels.part_tokens):
             here = slice(first, first + rows)
-            part = _Part(x[here], topk_ids[here], live, ids[here], first)
+            part = TokenPart(x[here], topk_ids[here], live, first)
             prefill = None if tokens.prefill is None else tokens.prefill[here]
-            self._experts(state, layer, part, prefill)
-            outs.append(self._kernels.finish(part.x, topk_weights[here], part.topk_ids, live))
+            self._experts(state, layer, part, ids[here], prefill)
+            outs.append(self._kernels.finish(part.x, topk_weights[here], part.ids, live))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _experts(self, state: PassState, layer: int, part: _Part, prefill: BoolArray | None) -> None:
-        """Contributions of what is resident first, then of the rest as it arrives."""
-        self._kernels.begin(part.x, part.topk_ids, part.live)
-        pairs, steady = count_pairs(part.ids, self._geometry.experts, prefill)
+    def _experts(
+        self,
+        state: PassState,
+        layer: int,
+        part: TokenPart,
+        ids: npt.NDArray[np.integer],
+        prefill: BoolArray | None,
+    ) -> None:
+        """Contributions of what is resident first, then of the rest as it arrives. ids: of the part's live tokens."""
+        self._kernels.begin(part.x, part.ids, part.live)
+        pairs, steady = count_pairs(ids, self._geometry.experts, prefill)
         experts = np.flatnonzero(pairs)
         resident = self._slots.resident(layer, experts)
         self._account(state, layer, experts, pairs[experts], steady[experts], resident)
         self._add(layer, experts[resident], part)
-        for chosen in rounds(self._slots, experts[~resident], steady):
-            self._round(state, layer, chosen, steady, part)
 
-    def _round(self, state: PassState, layer: int, chosen: Indices, steady: IntArray, part: _Part) -> None:
+        def failed(key: int, reason: str) -> None:
+            hit = (ids == key - layer * self._geometry.experts).any(axis=1)
+            state.fail(key, reason, part.first + np.flatnonzero(hit))
+
+        absent = experts[~resident]
+        passing = absent[:0]
+        if self._streamed is not None:
+            scanned = absent[steady[absent] == 0]
+            absent = absent[steady[absent] > 0]
+            room = max(0, self._slots.free - len(absent))  # a scan may have what nobody else needs
+            absent, passing = np.concatenate([absent, scanned[:room]]), scanned[room:]
+        for chosen in rounds(self._slots, absent, steady):
+            self._round(state, layer, chosen, steady, part, failed)
+        if self._streamed is not None and len(passing):
+            self._streamed.add(layer, passing, part, failed)
+
+    def _round(
+        self,
+        state: PassState,
+        layer: int,
+        chosen: Indices,
+        steady: IntArray,
+        part: TokenPart,
+        failed: Callable[[int, str], None],
+    ) -> None:
         base = layer * self._geometry.experts
         wanted = {base + expert: float(steady[expert]) for expert in chosen.tolist()}
         outcome = self._fetcher.fetch(wanted, blocked=(), epoch=state.step.epoch)
-        failed = {fault.key: fault.reason for fault in outcome.faults}
-        for key, reason in failed.items():
-            state.fail(key, reason, part.first + np.flatnonzero((part.ids == key - base).any(axis=1)))
-        arrived = [expert for expert in chosen.tolist() if base + expert not in failed]
+        for fault in outcome.faults:
+            failed(fault.key, fault.reason)
+        lost = {fault.key for fault in outcome.faults}
+        arrived = [expert for expert in chosen.tolist() if base + expert not in lost]
         self._add(layer, np.array(arrived, dtype=np.intp), part)
 
-    def _add(self, layer: int, experts: Indices, part: _Part) -> None:
+    def _add(self, layer: int, experts: Indices, part: TokenPart) -> None:
         """Queue the contributions of `experts`, all of which are resident."""
         if not len(experts):
             return
@@ -163,7 +210,7 @@ class DeviceLayers:
         chunk[experts] = self._slots.table.numpy[layer, experts]
         self._kernels.add(
             part.x,
-            part.topk_ids,
+            part.ids,
             part.live,
             slots=self._device.show_chunk(chunk),
             pool=self._slots.pool.tensor,
@@ -193,10 +240,24 @@ class DeviceLayers:
         self._sure = False
         if state.mode is PassMode.REPLAY:
             self._device.show(self._slots.table)
+        elif self._streamed is not None:
+            # Free slots are a prompt's to fill; after that it passes by. Many decoding tokens do not: what they use
+            # should get slots.
+            prompt = 0 if tokens.prefill is None else int(tokens.prefill.sum())
+            slotless = self._direct is not None and bool(self._direct.mask.all())
+            blind = self._streamed.blind(prompt) and (slotless or not self._slots.free)
+            self._streamed.begin(self._slots.table.numpy, tokens, state.step.epoch, blind=blind)
+            self._passing = state if blind else None
 
     def end(self) -> None:
-        """After a forward pass that followed `begin`, or one that raised."""
-        self._device.disarm()
+        """After a forward pass that followed `begin`, or one that raised. RoutingError for bad ids."""
+        state, self._passing = self._passing, None
+        try:
+            if state is not None and self._streamed is not None:
+                self._streamed.end()
+                self._slots.touch(state.used)
+        finally:
+            self._device.disarm()
 
     def learn(self, state: PassState) -> None:
         """After a replay pass: wait for it, and put what it counted into its state. RoutingError for bad ids."""
@@ -208,7 +269,8 @@ class DeviceLayers:
         here = self._slots.table.numpy != ABSENT
         routed = pairs > 0
         state.used.update(_weights(steady, routed & here))
-        state.missed.update(_weights(steady, routed & ~here))
+        absent = ~here if self._direct is None else ~(here | self._direct.mask)
+        state.missed.update(_weights(steady, routed & absent))
         state.missing_pairs = counted.missing
         state.routes.append(_route(pairs))
         state.count(int(pairs.sum()), counted.missing)

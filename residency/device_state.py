@@ -17,6 +17,7 @@ from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.slots import ABSENT, SlotTable
 from ziggurat.residency.transfers import Download, EventFactory, Uploads
 
+_ALIGN = 32  # words: of what follows the counts
 _HEAD = 4  # words before the counts: live, a spare one, and the tally's two, which start on 8 bytes
 
 
@@ -39,7 +40,7 @@ class DeviceState:
     Between passes `live` is 0, so that whatever the model runs outside a step (profiling, dummy batches) computes
     nothing and counts nothing; after a pass that cannot miss it may stay, since nothing can go wrong, until something
     else is called. max_tokens: rows of the largest batch that a layer can be called with.
-    events: makes events; for tests.
+    events: makes events; for tests. more: int32 words behind the counts that a download brings, too; `more` [more].
     """
 
     def __init__(
@@ -49,17 +50,21 @@ class DeviceState:
         max_tokens: int,
         device: torch.device,
         *,
+        more: int = 0,
         events: EventFactory | None = None,
     ) -> None:
         if max_tokens < 1:
             raise StepError(f"the largest batch has at least 1 token, not {max_tokens}")
         self.device = device
         self.max_tokens = max_tokens
-        self._words = torch.zeros(_HEAD + layers * experts * 2, dtype=torch.int32, device=device)
+        self._counted = _HEAD + layers * experts * 2
+        self._more = -(-self._counted // _ALIGN) * _ALIGN if more else self._counted
+        self._words = torch.zeros(self._more + more, dtype=torch.int32, device=device)
         self._shape = (layers, experts, 2)
         self.live = self._words[0:1]
         self.tally = self._words[2:4]
-        counts = self._words[_HEAD:].view(self._shape)
+        self.more = self._words[self._more :]
+        counts = self._words[_HEAD : self._counted].view(self._shape)
         table = torch.full((layers, experts), ABSENT, dtype=torch.int32, device=device)
         self.table = table
         self.prefill = torch.zeros(max_tokens, dtype=torch.uint8, device=device)
@@ -72,7 +77,8 @@ class DeviceState:
         self._chunks = Uploads((experts,), torch.int32, device, depth=8, events=events)
         self._lives = Uploads((max_tokens,), torch.int32, device, events=events)
         self._live_of_part = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-        self._events = events
+        self._parted: tuple[int, int, int] | None = None  # what `_live_of_part` holds
+        self.events = events
         self._answer = self.download()
         self._flagged = 0  # leading rows of `prefill` that may hold a 1
         self._alive = 0  # what `live` holds once everything that is queued has run
@@ -88,9 +94,21 @@ class DeviceState:
     def arm(self, live: int, prefill: BoolArray | None) -> None:
         """Before a pass: `live` tokens, prefill bool [live], nothing counted yet."""
         self.check(live)
-        self._words.zero_()
+        self._words[: self._counted].zero_()
         self._alive = 0
         self.set_live(live)
+        self.set_prefill(live, prefill)
+
+    def rearm(self, live: int, prefill: BoolArray | None) -> None:
+        """Like `arm`, without touching the counts: for passes in which every layer sets its counts anew."""
+        self.check(live)
+        self._words[:_HEAD].zero_()
+        self._alive = 0
+        self.set_live(live)
+        self.set_prefill(live, prefill)
+
+    def set_prefill(self, live: int, prefill: BoolArray | None) -> None:
+        """Which of the live tokens belong to a prompt."""
         flags = prefill is not None and bool(prefill.any())
         if flags or self._flagged:
             values = np.zeros(max(live, self._flagged), dtype=np.uint8)
@@ -129,7 +147,9 @@ class DeviceState:
             return [(0, rows, self.live)]
         size = -(-rows // -(-rows // most))
         firsts = np.arange(0, rows, size)
-        self._lives.send(np.clip(live - firsts, 0, size).astype(np.int32), self._live_of_part)
+        if self._parted != (rows, live, size):  # most layers of a pass ask for the same
+            self._lives.send(np.clip(live - firsts, 0, size).astype(np.int32), self._live_of_part)
+            self._parted = (rows, live, size)
         return [
             (first, min(size, rows - first), self._live_of_part[i : i + 1])
             for i, first in enumerate(firsts.tolist())
@@ -137,14 +157,22 @@ class DeviceState:
 
     def download(self) -> Download:
         """A buffer for what a pass counted."""
-        return Download(self._words, events=self._events)
+        return Download(self._words, events=self.events)
 
     def counted(self) -> Counted:
         """What the pass that is queued now will have counted: waits for its end."""
+        return self.parse(self.answer())
+
+    def answer(self) -> npt.NDArray[np.int32]:
+        """The words as the pass that is queued now leaves them: waits for its end. Valid until the next call."""
         self._answer.take()
-        return self.parse(self._answer.read())
+        return self._answer.read()
+
+    def behind(self, words: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """What `more` held when words were downloaded."""
+        return words[self._more :]
 
     def parse(self, words: npt.NDArray[np.int32]) -> Counted:
         """The contents of a download."""
-        counts = words[_HEAD:].reshape(self._shape).astype(np.int64)
+        counts = words[_HEAD : self._counted].reshape(self._shape).astype(np.int64)
         return Counted(int(words[2]), int(words[3]), counts[..., 0], counts[..., 1])

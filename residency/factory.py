@@ -15,10 +15,12 @@ from ziggurat.residency.consensus import Consensus, LocalConsensus
 from ziggurat.residency.describe import describe_budget, describe_link
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.metrics import TierMetrics
-from ziggurat.residency.placement import Placement, open_arena, open_kernels, open_pool
+from ziggurat.residency.placement import Placement, map_arena, open_arena, open_kernels, open_pool, open_ring
 from ziggurat.residency.ports import ExpertOps, RowArena, RowPack, RowPool
 from ziggurat.residency.runtime_errors import UnsupportedDeviceError
 from ziggurat.residency.service import ExpertService
+from ziggurat.residency.streaming.ring import StagingRing
+from ziggurat.residency.streaming.sizing import LEAST_ROWS, RingShape, auto_rows, ring_of
 
 
 class ModelSource(Protocol):
@@ -81,6 +83,7 @@ def open_service(
     place = place or Placement(torch.device(_configured(config)))
     pool: RowPool | None = None
     arena: RowArena | None = None
+    ring: StagingRing | None = None
     try:
         place.check(codec.name)
         machine = machine or MachineLimits(device=str(place.device))
@@ -88,12 +91,18 @@ def open_service(
         kind, one = whole.arena_kind, whole.ranks[0]
         # The pool first: where a device lacks the memory, nothing else has been done for nothing.
         pool = open_pool(place, one.pool_rows, pack.header.stride)
+        shape = _ring_shape(config, geometry, place, one, pack.header.stride)
+        if shape.total:
+            ring = open_ring(place, shape, pack.header.stride)
         kernels = open_kernels(place, geometry, codec)
         arena = _arena(config, place, one, kind, pack.header.stride)
         metrics = metrics or TierMetrics()
         describe_budget(metrics, whole)
         if place.on_gpu:
             describe_link(metrics, place.device)
+        mapped = None if kernels is None else map_arena(place, arena)
+        if ring is None and mapped is not None and mapped.view is not None and _needs_ring(config, consensus):
+            ring = open_ring(place, ring_of(LEAST_ROWS, geometry.experts), pack.header.stride)
         return ExpertService(
             config,
             geometry,
@@ -105,14 +114,16 @@ def open_service(
             metrics=metrics,
             ops=ops,
             kernels=kernels,
+            ring=ring,
             max_tokens=place.max_tokens,
+            mapped=mapped,
             heat_folder=heat_folder(config),
             slot_seed=slot_seed,
             replay_enabled=replay_enabled,
             consensus_enabled=consensus_enabled,
         )
     except BaseException:
-        for part in (arena, pool, pack):
+        for part in (arena, ring, pool, pack):
             if part is not None:
                 part.close()
         raise
@@ -121,6 +132,22 @@ def open_service(
 def _configured(config: TiersConfig) -> str:
     device = config.tiers.device.device
     return "cpu" if device == "auto" else device
+
+
+def _ring_shape(
+    config: TiersConfig, geometry: ServiceGeometry, place: Placement, one: RankPlan, stride: int
+) -> RingShape:
+    """What the plan says; it has no staging memory for a CPU, where kernels run in tests only."""
+    if place.on_gpu or not place.kernels or one.pool_rows >= geometry.rows:
+        return RingShape(one.ring_parts, one.ring_rows)
+    size = config.tiers.device.staging
+    rows = auto_rows(stride, None) if size.is_auto else size.rows(stride=stride, total_rows=geometry.rows)
+    return ring_of(max(LEAST_ROWS, rows), geometry.experts)
+
+
+def _needs_ring(config: TiersConfig, consensus: Consensus) -> bool:
+    """Whether layers may fetch rows by themselves also in a pool that the plan gave no staging memory."""
+    return config.miss.mode == "inline" or (config.miss.mode == "auto" and consensus.size > 1)
 
 
 def _arena(config: TiersConfig, place: Placement, one: RankPlan, kind: str, stride: int) -> RowArena | None:
@@ -157,6 +184,7 @@ def _rank_plan(
         geometry.top_k,
         geometry.hidden,
         geometry.intermediate * consensus.size,
+        geometry.layer_ids,
     )
     return plan(
         config,

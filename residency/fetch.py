@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -28,13 +29,14 @@ class Entry(Enum):
 
 @dataclass(slots=True)
 class FetchTally:
-    """Fetches into the pool since the tally was last taken.
+    """Fetches into the pool since the tally was last taken, and rows that went to staging memory instead.
 
-    seconds: per row, read and copy together; on a device the copy counts until it is queued. asked: rows that each
-    fetch was for. keys: of the rows that came.
+    seconds: per row of the pool, read and copy together; on a device the copy counts until it is queued. asked: rows
+    that each fetch was for. keys: of the rows that came into the pool.
     """
 
     rows: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
+    staged: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     seconds: dict[Source, list[float]] = field(default_factory=lambda: {source: [] for source in SOURCES})
     asked: list[float] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
@@ -63,9 +65,8 @@ class Fetcher:
         self._slots = slots
         self._cache = cache
         self._tally = FetchTally()
-        self._asynchronous = copies_later(slots.pool)
-        self._copying: list[RowBatch] = []
-        self.seconds = 0.0  # spent in `fetch` in all
+        self._copying: list[tuple[RowPool, RowBatch]] = []
+        self.seconds = 0.0  # spent in `fetch` and `stage` in all
         self.on_depth: Callable[[int], None] = lambda rows: None  # hears how many rows are being fetched
 
     def take_tally(self) -> FetchTally:
@@ -86,12 +87,18 @@ class Fetcher:
         wanted: key -> weight as in EvictionPolicy.insert, or heat if the entry is SEED. Read errors are returned,
         never raised.
         """
-        begun = time.perf_counter()
-        self.on_depth(len(wanted))
-        if wanted:
-            self._tally.asked.append(float(len(wanted)))
-        try:
+        with self._at_work(len(wanted)):
             return self._fetch(wanted, blocked, epoch, entry)
+
+    @contextmanager
+    def _at_work(self, rows: int) -> Iterator[None]:
+        """Books how many rows were asked for and how long that took."""
+        begun = time.perf_counter()
+        self.on_depth(rows)
+        if rows:
+            self._tally.asked.append(float(rows))
+        try:
+            yield
         finally:
             self.on_depth(0)
             self.seconds += time.perf_counter() - begun
@@ -122,6 +129,24 @@ class Fetcher:
                     self._slots.give_back([slot])
         return outcome
 
+    def stage(self, keys: Sequence[int], memory: RowPool, *, epoch: int) -> list[RowFault]:
+        """Copy the row of `keys[i]` to slot i of `memory`, which is not the pool: no slot changes hands.
+
+        Rows that are only on disk pass through the arena as a scan's do: they fill free places and evict nothing.
+        Work queued behind `memory.ready()` sees them. The rows of the faults returned are left as they were.
+        """
+        slots = {key: i for i, key in enumerate(keys)}
+        faults: list[RowFault] = []
+        wanted = dict.fromkeys(keys, 0.0)
+        with self._at_work(len(keys)):
+            for batch in self._cache.rows(wanted, epoch=epoch, reclaim=self.drain):
+                self._copy(batch, slots, memory)
+                for row in batch.rows:
+                    self._tally.staged[row.source] += 1
+                self._count_faults(batch)
+                faults += batch.faults
+        return faults
+
     @property
     def copying(self) -> bool:
         """Whether copies may still read the arena."""
@@ -131,30 +156,38 @@ class Fetcher:
         """Wait until every copy is complete and give their places back. False if there was none."""
         if not self._copying:
             return False
-        self._slots.pool.drain()
+        for memory in {id(memory): memory for memory, _ in self._copying}.values():
+            memory.drain()
         self.arrived()
         return True
 
     def arrived(self) -> None:
         """The caller has waited for work that is queued behind all copies so far: their places are free again."""
-        for batch in self._copying:
+        for _, batch in self._copying:
             self._cache.settle(batch)
         self._copying.clear()
 
     def _store(self, batch: RowBatch, slots: Mapping[int, int]) -> None:
         """Write a batch's rows to their slots and count it."""
-        if batch.rows:
-            begun = time.perf_counter()
-            self._slots.pool.write([slots[row.key] for row in batch.rows], [row.row for row in batch.rows])
-            copy_seconds = (time.perf_counter() - begun) / len(batch.rows)
-            if self._asynchronous:
-                self._copying.append(batch)
-            else:
-                self._cache.settle(batch)
-            for row in batch.rows:
-                self._tally.rows[row.source] += 1
-                self._tally.seconds[row.source].append(row.seconds + copy_seconds)
-                self._tally.keys.append(row.key)
+        begun = time.perf_counter()
+        self._copy(batch, slots, self._slots.pool)
+        copy_seconds = (time.perf_counter() - begun) / max(1, len(batch.rows))
+        for row in batch.rows:
+            self._tally.rows[row.source] += 1
+            self._tally.seconds[row.source].append(row.seconds + copy_seconds)
+            self._tally.keys.append(row.key)
+        self._count_faults(batch)
+
+    def _copy(self, batch: RowBatch, slots: Mapping[int, int], memory: RowPool) -> None:
+        if not batch.rows:
+            return
+        memory.write([slots[row.key] for row in batch.rows], [row.row for row in batch.rows])
+        if copies_later(memory):
+            self._copying.append((memory, batch))
+        else:
+            self._cache.settle(batch)
+
+    def _count_faults(self, batch: RowBatch) -> None:
         self._tally.io_errors += len(batch.faults)
         self._tally.verification_failures += sum(fault.verification for fault in batch.faults)
 

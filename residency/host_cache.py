@@ -5,7 +5,7 @@ A few places are staging: rows that may not displace anything pass through them,
 as the row has been copied on. Three rules hold whatever happens:
 
 * a key is findable only after its bytes arrived and were verified, so a failed read never becomes a hit;
-* rows that only a scan wants (weight 0) fill free places and never evict;
+* rows that only a scan wants (weight 0) fill free places and never evict, nor is anything evicted that was fixed;
 * a place that a step in flight may still read is not written to before that step's epoch is closed.
 """
 
@@ -78,7 +78,8 @@ class HostCache:
     """Serves rows by key, from the arena or from the pack through it. Safe for one step and one filling thread.
 
     arena: all its places belong to this object. policy: empty; holds the keys that can be found. staging: how many
-    places never cache (at least 1; all of them if the arena has no more). experts: per layer, to split keys.
+    places never cache (at least 1; all of them if the arena has no more; none if the arena has a place for every row
+    of the pack and no more, since then every read has a place of its own). experts: per layer, to split keys.
     """
 
     def __init__(
@@ -92,7 +93,8 @@ class HostCache:
             raise HostCacheError(f"arena stride {arena.stride} B, pack stride {pack.header.stride} B")
         self.policy = policy
         self.stride = arena.stride
-        self.staging = min(staging, arena.places)
+        rows = pack.header.layers * pack.header.experts
+        self.staging = min(staging, arena.places if arena.places < rows else arena.places - rows)
         self.evictions = 0
         self.waits = 0  # requests that found no place and had to wait for another thread or step
         self._pack = pack
@@ -102,6 +104,7 @@ class HostCache:
         self._place_of: dict[int, int] = {}
         self._free = list(range(arena.places - 1, self.staging - 1, -1))
         self._idle_staging = list(range(self.staging - 1, -1, -1))
+        self._fixed: set[int] = set()  # keys whose places are theirs for good; the policy does not know them
         self._reading: set[int] = set()  # keys on their way into a cache place
         self._readers: list[list[int]] = [[] for _ in range(arena.places)]  # epochs that may read a place
         self._open_epochs: set[int] = set()
@@ -211,23 +214,54 @@ class HostCache:
             report.faults += batch.faults
         return report
 
+    def fix(self, keys: Sequence[int]) -> dict[int, int]:
+        """Read rows that stay where they are for good; before anything else has used the cache. Their places.
+
+        HostCacheError if they are more than the free places, or if one of them cannot be read.
+        """
+        with self._changed:
+            if len(keys) > len(self._free):
+                raise HostCacheError(
+                    f"{len(keys)} rows want a place for good, and the host arena has {len(self._free)} beside those"
+                    " for reads in flight; raise tiers.host.size, or take layers out of tiers.device.direct_layers"
+                )
+            plan = [_Reservation(key, 0.0, self._free.pop(), cached=True) for key in keys]
+            self._fixed.update(keys)
+            self._reading.update(keys)
+        faults: list[RowFault] = []
+        for batch in self._read(plan, dict.fromkeys(keys, 0.0), epoch=0):
+            faults += batch.faults
+        if faults:
+            layer, expert = divmod(faults[0].key, self._experts)
+            raise HostCacheError(
+                f"{len(faults)} rows of tiers.device.direct_layers could not be read; expert {expert} of layer "
+                f"{self._pack.header.layer_ids[layer]} first: {faults[0].reason}"
+            )
+        return {item.key: item.place for item in plan}
+
     def check(self) -> None:
         """HostCacheError unless every place has exactly one role, with no read in progress. For tests."""
         with self._changed:
-            roles = [*self._free, *self._idle_staging, *self._place_of.values()]
+            roles = [*self._free, *self._idle_staging, *self._place_of.values(), *self._between()]
             if sorted(roles) != list(range(self._arena.places)) or self._reading:
                 raise HostCacheError(
                     f"places {sorted(roles)} have a role, rows {self._reading} are being read"
                 )
-            if set(self.policy.order()) != set(self._place_of):
+            if set(self.policy.order()) != set(self._place_of) - self._fixed:
                 raise HostCacheError("the policy holds other keys than can be found")
+
+    def _between(self) -> list[int]:
+        """Places that hold no row and may not be written to yet."""
+        return []
 
     def _find(self, remaining: dict[int, float], epoch: int) -> RowBatch:
         batch = RowBatch()
         with self._changed:
             for key in [key for key in remaining if key in self._place_of]:
                 place = self._place_of[key]
-                self.policy.touch(key, remaining.pop(key))
+                weight = remaining.pop(key)
+                if key not in self._fixed:
+                    self.policy.touch(key, weight)
                 batch.rows.append(self._arrived(key, place, "arena", 0.0, epoch))
         return batch
 
@@ -266,16 +300,28 @@ class HostCache:
                     self._changed.notify_all()
                 self._changed.wait()
 
+    def _victim(self) -> int | None:
+        """A key whose place may be written to at once."""
+        return self.policy.victim(_InFlight(self))
+
+    def _bind(self, key: int, place: int) -> None:
+        """The row of `key` is in `place` from now on."""
+        self._place_of[key] = place
+
+    def _unbind(self, key: int) -> int:
+        """Evict a key; its place."""
+        self.policy.remove(key)
+        self.evictions += 1
+        return self._place_of.pop(key)
+
     def _reserve_one(self, key: int, weight: float, keep: bool) -> _Reservation | None:
-        if keep:
+        if keep or not self.staging:
             if self._free:
                 return _Reservation(key, weight, self._free.pop(), cached=True)
             if weight > 0.0:
-                victim = self.policy.victim(_InFlight(self))
+                victim = self._victim()
                 if victim is not None:
-                    self.policy.remove(victim)
-                    self.evictions += 1
-                    return _Reservation(key, weight, self._place_of.pop(victim), cached=True)
+                    return _Reservation(key, weight, self._unbind(victim), cached=True)
         for i in range(len(self._idle_staging) - 1, -1, -1):
             if self.quiet(self._idle_staging[i]):
                 return _Reservation(key, weight, self._idle_staging.pop(i), cached=False)
@@ -325,7 +371,9 @@ class HostCache:
             self._idle_staging.append(item.place)
             return
         self._reading.discard(item.key)
-        self._place_of[item.key] = item.place
+        self._bind(item.key, item.place)
+        if item.key in self._fixed:
+            return
         if seed:
             self.policy.seed(item.key, item.weight)
         else:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from ziggurat.residency.inline.choice import SERVINGS
 from ziggurat.residency.passes import OUTCOMES
 
 Kind = Literal["counter", "gauge", "histogram", "info"]
@@ -59,7 +60,7 @@ class MetricSpec:
 
 _TIER = ("tier", ("pool", "arena"))
 _LADDER = (("tier", ("pool", "arena", "pack")),)
-_ROUTE = (("source", ("arena", "pack")), ("target", ("pool", "arena")))
+_ROUTE = (("source", ("arena", "pack")), ("target", ("pool", "arena", "staging")))
 _SOURCE = (("source", ("arena", "pack")),)
 PHASES = ("prefill", "decode", "untold")
 STEP_PARTS = ("first_pass", "repeated_passes", "fetch")
@@ -77,6 +78,7 @@ BUDGET = (
     "locked memory",
     "NUMA node memory",
     "pool floor",
+    "staging floor",
 )
 """What the budget is checked for; checks of single NUMA nodes are one, by the tightest node."""
 _BUDGET = (("check", BUDGET),)
@@ -96,8 +98,12 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "(token, expert) pairs that live tokens were routed to, in the first pass of each step",
     ),
-    MetricSpec("ziggurat_hit_pairs_total", "counter", "Routed pairs whose expert was in the pool"),
-    MetricSpec("ziggurat_missed_pairs_total", "counter", "Routed pairs whose expert was not in the pool"),
+    MetricSpec(
+        "ziggurat_hit_pairs_total",
+        "counter",
+        "Routed pairs whose expert was in the pool, or in a layer that is read in place",
+    ),
+    MetricSpec("ziggurat_missed_pairs_total", "counter", "Routed pairs whose expert was in neither"),
     MetricSpec(
         "ziggurat_replay_routed_pairs_total", "counter", "Pairs routed by the later passes of replayed steps"
     ),
@@ -119,7 +125,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "ziggurat_tokens_total",
         "counter",
-        "Live tokens of finished steps; untold: a pool with every expert need not tell prompts apart",
+        "Live tokens of finished steps; untold: of steps that nobody waited for, which tell no prompts apart",
         labels=(("phase", PHASES),),
     ),
     MetricSpec("ziggurat_steps_total", "counter", "Steps by how they ended", labels=(("outcome", OUTCOMES),)),
@@ -151,19 +157,30 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "ziggurat_fetch_seconds",
         "histogram",
-        "Time to bring one row into the pool, read and copy",
+        "Time in which the host brought one row into the pool, read and copy",
         labels=_SOURCE,
         bounds=_SECONDS,
     ),
     MetricSpec(
         "ziggurat_fetch_rows",
         "histogram",
-        "Rows that were asked for at once: the queue's depth",
+        "Rows that the host asked for at once: the queue's depth",
         bounds=_ROWS,
     ),
-    MetricSpec("ziggurat_fetching_rows", "gauge", "Rows on their way into the pool at this moment"),
+    MetricSpec("ziggurat_fetching_rows", "gauge", "Rows that the host is bringing at this moment"),
     MetricSpec(
         "ziggurat_arena_waits_total", "counter", "Requests that found no place in the arena and had to wait"
+    ),
+    MetricSpec(
+        "ziggurat_inline_rows_total",
+        "counter",
+        "Rows that a GPU fetched from the arena by itself while a step ran; also counted as moved from arena to pool",
+    ),
+    MetricSpec("ziggurat_inline_bytes_total", "counter", "Their bytes: rows x row stride"),
+    MetricSpec(
+        "ziggurat_arena_misses_total",
+        "counter",
+        "Rows that a GPU wanted to fetch by itself and that were not in the arena",
     ),
     MetricSpec("ziggurat_evictions_total", "counter", "Rows that had to leave a tier", labels=(_TIER,)),
     MetricSpec("ziggurat_io_errors_total", "counter", "Rows that could not be read from the pack"),
@@ -176,6 +193,12 @@ METRICS: tuple[MetricSpec, ...] = (
         "ziggurat_failed_tokens_total", "counter", "Tokens whose result was invalid for want of an expert"
     ),
     MetricSpec("ziggurat_unarmed_calls_total", "counter", "Layer calls outside a step, answered with zeros"),
+    MetricSpec(
+        "ziggurat_miss_serving_ratio",
+        "gauge",
+        "1 for who serves misses: the host layer by layer, the GPU inline, or the host by replaying steps",
+        labels=(("by", SERVINGS),),
+    ),
     MetricSpec("ziggurat_row_stride_bytes", "gauge", "Bytes that one row takes in every tier"),
     MetricSpec("ziggurat_tier_capacity_rows", "gauge", "Rows that a tier has room for", labels=(_TIER,)),
     MetricSpec("ziggurat_tier_used_rows", "gauge", "Rows that a tier holds", labels=(_TIER,)),
@@ -183,6 +206,11 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("ziggurat_tier_used_bytes", "gauge", "Bytes of the rows that a tier holds", labels=(_TIER,)),
     MetricSpec("ziggurat_tier_occupancy_ratio", "gauge", "Used rows / capacity of a tier", labels=(_TIER,)),
     MetricSpec("ziggurat_tier_floor_rows", "gauge", "Rows that a tier needs to work at all", labels=(_TIER,)),
+    MetricSpec(
+        "ziggurat_direct_rows",
+        "gauge",
+        "Rows of layers that have no slots and are read in place from the arena",
+    ),
     MetricSpec("ziggurat_coverage_ratio", "gauge", "Pool slots / experts of the model"),
     MetricSpec(
         "ziggurat_pool_heat_ratio", "gauge", "Share of recent routings that went to experts in the pool"

@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
-Outcome = Literal["clean", "replayed", "exact", "tolerated", "failed"]
-OUTCOMES: tuple[Outcome, ...] = ("clean", "replayed", "exact", "tolerated", "failed")
+Outcome = Literal["clean", "inline", "streamed", "replayed", "exact", "tolerated", "failed"]
+OUTCOMES: tuple[Outcome, ...] = ("clean", "inline", "streamed", "replayed", "exact", "tolerated", "failed")
 
 
 class PassPath(Enum):
@@ -62,7 +62,10 @@ class StepResult(Generic[T]):
     """What a step returned.
 
     value: what the last forward pass returned. passes: forward passes run, the same on every rank.
-    misses_first_pass: (token, choice) pairs of live tokens whose expert had no slot, on this rank.
+    misses_first_pass: (token, choice) pairs of live tokens whose expert had no slot, on this rank; 0 for a step that
+    nobody waited for, which the metrics tell later.
+    outcome: clean (nothing was missing), inline (the device fetched what was, or may have), streamed (an eager pass
+    that touched no slot), replayed, exact, tolerated, failed.
     failures, failed_tokens (bool [count], None without failures): union over ranks, the same on every rank;
     the result of a failed token is not valid.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Callable
@@ -13,9 +14,12 @@ from ziggurat.kernels.codecs.base import Codec
 from ziggurat.kernels.cpu.layer import CpuLayerKernels
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.geometry import ServiceGeometry
+from ziggurat.residency.inline.choice import MappedArena
 from ziggurat.residency.ports import LayerKernels, RowArena, RowPool
 from ziggurat.residency.runtime_errors import UnsupportedDeviceError
 from ziggurat.residency.sizes import format_bytes
+from ziggurat.residency.streaming.ring import StagingRing
+from ziggurat.residency.streaming.sizing import RingShape
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +88,23 @@ def open_pool(place: Placement, slots: int, stride: int) -> RowPool:
     return CudaPool(slots, stride, place.device, mover=mover)
 
 
+def open_ring(place: Placement, shape: RingShape, stride: int) -> StagingRing:
+    """Staging memory beside the pool. Its copies share a lane of their own, and go by the copy engine whatever the size
+    of rows: a kernel that gathers them would wait for the multiprocessors on which the layers compute."""
+    if not place.on_gpu:
+        from ziggurat.allocators.pool import CpuPool
+
+        return StagingRing([CpuPool(shape.rows, stride) for _ in range(shape.parts)])
+    from ziggurat.allocators.cuda_pool import CudaPool
+    from ziggurat.allocators.lanes import CudaLane
+    from ziggurat.allocators.movers import BatchedCopies
+
+    lane, mover = CudaLane(place.device), BatchedCopies(overlap=True)
+    return StagingRing(
+        [CudaPool(shape.rows, stride, place.device, mover=mover, lane=lane) for _ in range(shape.parts)]
+    )
+
+
 def open_arena(
     place: Placement, places: int, stride: int, *, kind: str, numa: str | int, on_limit: str
 ) -> RowArena:
@@ -107,6 +128,22 @@ def open_arena(
         pageable_instead=on_limit == "pageable",
         progress=_progress(),
     )
+
+
+def map_arena(place: Placement, arena: RowArena | None) -> MappedArena:
+    """The arena as kernels of the placement see it."""
+    if arena is None:
+        return MappedArena(None, "there is no arena; set tiers.host.size")
+    if not place.on_gpu:
+        return MappedArena(arena.tensor)
+    pointer: int | None = getattr(arena, "device_pointer", None)
+    if pointer is None:
+        return MappedArena(None, "the arena is not page-locked memory, which a GPU cannot read by itself")
+    if pointer == arena.tensor.data_ptr():
+        return MappedArena(arena.tensor)
+    # An address that only devices use: nothing is read through this tensor.
+    there = (ctypes.c_uint8 * (arena.places * arena.stride)).from_address(pointer)
+    return MappedArena(torch.frombuffer(there, dtype=torch.uint8).view(arena.places, arena.stride))
 
 
 def open_kernels(place: Placement, geometry: ServiceGeometry, codec: Codec) -> LayerKernels | None:

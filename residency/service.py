@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -16,18 +16,25 @@ import torch
 from ziggurat.allocators.errors import AllocatorError
 from ziggurat.allocators.pageable import PageableArena
 from ziggurat.kernels.cpu import moe as cpu_ops
-from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.account import Account
+from ziggurat.residency.background import BackgroundThread
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, NoConsensus
 from ziggurat.residency.describe import describe_service
 from ziggurat.residency.device_layer import DeviceLayers
 from ziggurat.residency.device_state import DeviceState
+from ziggurat.residency.direct_layers import open_direct
 from ziggurat.residency.errors import ResidencyError
 from ziggurat.residency.fetch import Entry, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
+from ziggurat.residency.geometry_check import check_geometry
 from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
+from ziggurat.residency.inline.cache import InlineCache
+from ziggurat.residency.inline.choice import MappedArena, choose
+from ziggurat.residency.inline.churn import ArenaChurn
+from ziggurat.residency.inline.layers import InlineLayers
+from ziggurat.residency.inline.parts import Hooks, Inline
 from ziggurat.residency.late_books import LateBooks
 from ziggurat.residency.layer import LayerRunner
 from ziggurat.residency.metrics import TierMetrics
@@ -43,10 +50,12 @@ from ziggurat.residency.passes import (
 from ziggurat.residency.policies.registry import make_policy
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.preheat import Preheater
-from ziggurat.residency.runtime_errors import GeometryMismatchError, StepError
+from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.slots import SlotPool, SlotTable
 from ziggurat.residency.step import MissSettings, StepRunner
 from ziggurat.residency.step_clock import StepClock
+from ziggurat.residency.streaming.layers import StreamedLayers
+from ziggurat.residency.streaming.ring import StagingRing
 
 __all__ = [
     "ExpertService",
@@ -61,6 +70,7 @@ __all__ = [
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+_SERVED = {"host": "by the host", "inline": "inline, by the device", "replay": "by replay"}
 _MOST_LATE = 512  # steps whose counts may wait for a thread that gets no time
 
 
@@ -86,7 +96,10 @@ class ExpertService:
     pack, arena and pool belong to the service from here on and are closed with it. arena=None: no host cache, rows
     pass through a few pageable staging places. heat_folder=None: heat is neither read nor saved.
     kernels: runs layers where the pool is; None = the host computes them with `ops`, which needs a pool in host memory.
-    max_tokens: rows of the largest batch that `moe` is called with; of interest with kernels only.
+    ring: staging memory through which rows that only a prompt wants pass; the service's from here on.
+    max_tokens: rows of the largest batch that `moe` is called with; ring and max_tokens are of interest with kernels.
+    mapped: the arena as the device of the kernels sees it, so that layers can fetch rows by themselves; needs a ring.
+    Layers without slots (`tiers.device.direct_layers`) are read there, too: HostCacheError if their rows cannot be.
     slot_seed: hand free slots out in a shuffled order (results do not depend on it; determinism tests use it).
     replay_enabled, consensus_enabled: switches of negative controls; False makes results wrong or ranks diverge.
     """
@@ -104,13 +117,15 @@ class ExpertService:
         metrics: TierMetrics,
         ops: ExpertOps | None = None,
         kernels: LayerKernels | None = None,
+        ring: StagingRing | None = None,
         max_tokens: int = 0,
+        mapped: MappedArena | None = None,
         heat_folder: Path | None = None,
         slot_seed: int | None = None,
         replay_enabled: bool = True,
         consensus_enabled: bool = True,
     ) -> None:
-        _check_geometry(geometry, codec, pack, pool, consensus)
+        check_geometry(geometry, codec, pack, pool, consensus)
         readers = config.tiers.disk.readers
         if arena is None:
             arena = PageableArena(readers, pack.header.stride)
@@ -122,6 +137,7 @@ class ExpertService:
         self._config = config
         self._pack = pack
         self._arena = arena
+        self._ring = ring
         self._readers = readers
         self._heat_key, self._heat_path = _heat_file(pack, heat_folder)
         self._state: PassState | None = None
@@ -134,32 +150,76 @@ class ExpertService:
 
         table = SlotTable(geometry.layers, geometry.experts, pool.slots, codec.name)
         self.slots = SlotPool(pool, table, make_policy(config.policy.eviction), _order(pool.slots, slot_seed))
-        self.cache = HostCache(
+        self.choice = choose(
+            config.miss.mode,
+            mapped,
+            on_host=kernels is None,
+            caches=arena.places > readers or arena.places >= geometry.rows,
+            whole_pool=pool.slots >= geometry.rows,
+            consensus=consensus,
+        )
+        kind = InlineCache if self.choice.serving == "inline" else HostCache
+        self.cache = kind(
             pack, arena, make_policy(config.policy.eviction), experts=geometry.experts, staging=readers
         )
         self._fetcher = Fetcher(self.slots, self.cache)
-        self._layers: LayerRunner | DeviceLayers
-        if kernels is None:
-            self._layers = LayerRunner(geometry, codec, ops or cpu_ops, self.slots, self._fetcher)
-        else:
-            state = DeviceState(geometry.layers, geometry.experts, max_tokens, pool.device)
-            self._layers = DeviceLayers(geometry, kernels, self.slots, self._fetcher, state)
-        self._runner = StepRunner(
-            geometry,
-            self.slots,
-            self._fetcher,
-            consensus,
-            MissSettings(
-                _miss_mode(config, on_host=kernels is None),
-                config.miss.max_replays,
-                config.miss.tolerance,
-                replay_enabled,
-            ),
-            self._layers,
-            self._arm,
+        direct = open_direct(
+            config.tiers.device.direct_layers, geometry, kernels, mapped, self.cache, pool.device
         )
+        self._direct_keys: frozenset[int] = frozenset() if direct is None else direct.keys
+        settings = MissSettings(
+            PassMode.REPLAY if self.choice.serving == "replay" else PassMode.INLINE,
+            config.miss.max_replays,
+            config.miss.tolerance,
+            replay_enabled,
+        )
+        self._inline: Inline | None = None
+        self._layers: LayerRunner | DeviceLayers | InlineLayers
+        self._runner: StepRunner
+        if isinstance(self.cache, InlineCache):
+            assert kernels is not None
+            assert ring is not None
+            assert mapped is not None
+            assert mapped.view is not None
+            self._inline = Inline(
+                geometry,
+                kernels,
+                self.slots,
+                self._fetcher,
+                self.cache,
+                mapped.view,
+                ring,
+                max_tokens,
+                consensus,
+                settings,
+                self.heat,
+                readers,
+                Hooks(self._arm, self.collect, lambda report: self._account.filled(report)),
+                direct,
+            )
+            self._layers, self._runner = self._inline.layers, self._inline.runner
+        else:
+            if kernels is None:
+                self._layers = LayerRunner(geometry, codec, ops or cpu_ops, self.slots, self._fetcher)
+            else:
+                state = DeviceState(geometry.layers, geometry.experts, max_tokens, pool.device)
+                streamed = None
+                if ring is not None:
+                    streamed = StreamedLayers(geometry, kernels, pool, self._fetcher, state, ring, direct)
+                self._layers = DeviceLayers(
+                    geometry, kernels, self.slots, self._fetcher, state, streamed, direct
+                )
+            self._runner = StepRunner(
+                geometry, self.slots, self._fetcher, consensus, settings, self._layers, self._arm
+            )
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
+        self._account.serving(self.choice.serving)
+        self._account.direct(len(self._direct_keys))
+        if self._inline is not None:
+            self._account.follow(self._inline.layers.counts)
         self._account.gauges(with_heat=True)
+        if kernels is not None:
+            logger.info("misses are served %s: %s", _SERVED[self.choice.serving], self.choice.reason)
         describe_service(metrics, config, geometry, pool.device)
         # Guards heat and what is booked late; held during a capture, it keeps that thread from asking the device.
         self._books = threading.RLock()
@@ -209,7 +269,8 @@ class ExpertService:
         clock = StepClock(lambda: self._fetcher.seconds)
         try:
             result = self._runner.run(clock.watch(forward), step)
-            step.seconds = clock.parts()
+            if not step.deferred:
+                step.seconds = clock.parts()
         finally:
             self._in_step = False
             self._close_epoch(step.epoch)
@@ -226,10 +287,12 @@ class ExpertService:
         if self._heat_path is not None:
             note = self._log(load_heat(self._heat_path, self._heat_key, self.heat))
         ranked = self.heat.order() if self._config.heat.warm_start else []
-        if self.slots.slots >= self.geometry.rows:
-            known = dict(ranked)
+        ranked = [(key, heat) for key, heat in ranked if key not in self._direct_keys]
+        if self.slots.slots >= self.geometry.rows - len(self._direct_keys) or self._fills_arena:
+            known = {key for key, _ in ranked} | self._direct_keys
             ranked += [(key, 0.0) for key in range(self.geometry.rows) if key not in known]
         hottest = dict(ranked[: self.slots.slots])
+        self._take_slots()
         epoch = self.cache.open_epoch()
         try:
             outcome = self._fetcher.fetch(hottest, blocked=(), epoch=epoch, entry=Entry.SEED)
@@ -238,7 +301,11 @@ class ExpertService:
             self.cache.close_epoch(epoch)
         # Rows that the pool has come last in the arena: they are wanted there only once they lose their slot.
         arena_order = [*ranked[self.slots.slots :], *ranked[: self.slots.slots]]
+        if self._inline is not None:
+            self._inline.hand_over()
         if self.slots.slots < self.geometry.rows and arena_order and self.cache.capacity:
+            if self._preheater is not None:
+                self._preheater.close()
             self._preheater = Preheater(self.cache, arena_order, self._readers, self._account.filled)
             self._preheater.start()
         else:
@@ -262,18 +329,30 @@ class ExpertService:
         self._close_late_epoch()
         self.collect()
         self.slots.restart(slots, _order(self.slots.pool.slots, slot_seed))
+        if self._inline is not None:
+            self._inline.hand_over()
         self._runner.forget()
         self._account.gauges(with_heat=True)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, no background work is in progress or begins: for graph capture."""
-        with self._books:
-            if self._preheater is None:
-                yield
-                return
-            with self._preheater.paused():
-                yield
+        threads: list[BackgroundThread] = [] if self._preheater is None else [self._preheater]
+        if self._inline is not None:
+            threads.append(self._inline.promoter)
+        with self._books, ExitStack() as stack:
+            for thread in threads:
+                stack.enter_context(thread.paused())
+            yield
+
+    def churn(self, seed: int = 0, most: int = 4) -> AbstractContextManager[ArenaChurn]:
+        """Inside, a thread evicts random rows from the arena and reads others into it, up to `most` of each whenever a
+        pass begins: for tests of layers that fetch their own rows. Every rank must enter it, between steps; afterwards
+        steps go on without taking it for granted that the arena has every row. StepError if misses are not served
+        inline."""
+        if self._inline is None:
+            raise StepError(f"the arena is not read by the device: {self.choice.reason}")
+        return self._inline.churn(seed, most)
 
     def preheated(self) -> None:
         """Wait until the background thread has filled the arena as far as it can."""
@@ -296,7 +375,7 @@ class ExpertService:
                 self._heat_late += len(late.pairs)
                 self._policies_late += len(late.pairs)
                 self.heat.add_steps(late.pairs)
-                self._account.clean_steps(len(late.pairs), int(late.pairs.sum()))
+                self._account.late_steps(late)
 
     def _save_heat(self) -> HeatNote:
         if self._heat_path is None:
@@ -316,10 +395,26 @@ class ExpertService:
             self._preheater.close()
         self._late_books.close()
         self._give_up_device()
+        if self._inline is not None:
+            self._inline.promoter.close()
         self._save_heat()
         self._pack.close()
         self._arena.close()
+        if self._ring is not None:
+            self._ring.close()
         self.slots.pool.close()
+
+    @property
+    def _fills_arena(self) -> bool:
+        """Whether every row is to be in the arena, whatever heat knows: the device can fetch it from nowhere else."""
+        return self._inline is not None and self.cache.capacity >= self.geometry.rows
+
+    def _take_slots(self) -> None:
+        """Have the slots back from the device, empty."""
+        if self._inline is not None:
+            self._close_late_epoch()
+            self.collect()
+            self.slots.restart(self.slots.slots, self.slots.order)
 
     def _log(self, note: HeatNote) -> HeatNote:
         if note.problem and note.reason not in self._logged:
@@ -342,9 +437,9 @@ class ExpertService:
                 self.heat.add(route.layer, route.experts, route.pairs)
             self.heat.advance()
             passed, self._policies_late = 1 + self._policies_late, 0
+            self._account.step(step, result)
         self.slots.policy.advance(passed)
         self.cache.advance(passed)
-        self._account.step(step, result)
         if self._steps % self._config.heat.save_every_steps == 0:
             self._save_heat()
 
@@ -380,6 +475,8 @@ class ExpertService:
             self._fetcher.drain()
             self._close_late_epoch()
             self.collect()
+            if self._inline is not None and self._inline.layers.interrupted:
+                self._inline.layers.recover()  # which waits for what may still read the arena
         except (RuntimeError, AllocatorError, ResidencyError) as error:
             logger.warning("the device did not finish its work: %s", error)
 
@@ -392,38 +489,7 @@ def _order(slots: int, seed: int | None) -> list[int]:
     return order
 
 
-def _miss_mode(config: TiersConfig, *, on_host: bool) -> PassMode:
-    if config.miss.mode == "auto":
-        return PassMode.INLINE if on_host else PassMode.REPLAY
-    return PassMode(config.miss.mode)
-
-
 def _heat_file(pack: RowPack, folder: Path | None) -> tuple[HeatKey, Path | None]:
     h = pack.header
     key = HeatKey(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
     return key, None if folder is None else folder / key.filename(h.tp_rank, h.tp_size)
-
-
-def _check_geometry(
-    geometry: ServiceGeometry, codec: RowCodec, pack: RowPack, pool: RowPool, consensus: Consensus
-) -> None:
-    """GeometryMismatchError unless all parts speak of the same rows."""
-    h = pack.header
-    expert = ExpertGeometry(geometry.hidden, geometry.intermediate)
-    facts = {
-        "layers": (h.layers, geometry.layers),
-        "experts": (h.experts, geometry.experts),
-        "hidden": (h.hidden, geometry.hidden),
-        "intermediate": (h.intermediate, geometry.intermediate * consensus.size),
-        "layer_ids": (h.layer_ids, geometry.layer_ids),
-        "tensor-parallel rank": (h.tp_rank, consensus.rank),
-        "tensor-parallel size": (h.tp_size, consensus.size),
-        "codec": (h.codec, codec.name),
-        "row_bytes": (h.row_bytes, codec.row_bytes(expert)),
-        "stride": (h.stride, pool.stride),
-    }
-    for name, (packed, wanted) in facts.items():
-        if packed != wanted:
-            raise GeometryMismatchError(f"the pack has {name} {packed}, this service needs {wanted}")
-    if min(geometry.layers, geometry.experts, geometry.top_k) < 1:
-        raise GeometryMismatchError(f"a model needs layers, experts and top_k of at least 1, not {geometry}")

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ziggurat.kernels.admission import WITHHELD
 from ziggurat.residency.policies.base import EvictionPolicy
 from ziggurat.residency.ports import RowPool
 from ziggurat.residency.runtime_errors import SlotError
@@ -18,6 +19,7 @@ from ziggurat.residency.runtime_errors import SlotError
 ABSENT = -1
 _FREE = -1
 _TAKEN = -2  # out of the free list, bytes on the way, not published
+IntArray32 = npt.NDArray[np.int32]
 
 
 class SlotTable:
@@ -55,8 +57,11 @@ class SlotTable:
 class SlotPool:
     """Slots are taken (which may evict), written, then published; only a published row can be found.
 
+    A device that makes its own experts resident gets the slots with `hand_over`: the host then takes and evicts
+    nothing any more and its table is a mirror, as new as the last `follow`.
+
     pool: the device memory. policy: empty, and owned by this object from here on. slot_order: the order in which
-    free slots are handed out first; any permutation gives the same results (tests shuffle it).
+    free slots are handed out first; any permutation gives the same results (tests shuffle it). order: the latest one.
     """
 
     def __init__(
@@ -74,8 +79,10 @@ class SlotPool:
         self.table = table
         self.policy = policy
         self.evictions = 0
+        self.handed_over = False  # whether a device owns the slots
         self._withheld: list[int] = []
-        self._free = self._order(slot_order)[::-1]  # popped from the end
+        self.order = self._order(slot_order)
+        self._free = self.order[::-1]  # popped from the end
 
     def _order(self, wanted: Iterable[int] | None) -> list[int]:
         order = list(range(self.pool.slots) if wanted is None else wanted)
@@ -94,15 +101,48 @@ class SlotPool:
             raise SlotError(f"a pool of {self.pool.slots} slots cannot go on with {slots}")
         if _TAKEN in self.table.owners:
             raise SlotError("a pool cannot start anew while rows are on their way into it")
-        order = self._order(slot_order)
+        self.order = order = self._order(slot_order)
         for key in self.held():
-            self.policy.remove(key)
+            if not self.handed_over:
+                self.policy.remove(key)
             self.table.unbind(self.table.slot_of(key))
         self._free, self._withheld = order[:slots][::-1], order[slots:]
+        self.handed_over = False
+
+    # -- slots that a device owns ------------------------------------------------------------------------------
+
+    def hand_over(self) -> tuple[IntArray32, IntArray32]:
+        """A device owns the slots from here on, until `restart`: table [L, E], and the key in each slot [S], -1 for
+        none, -2 for a slot that is not to be used."""
+        if _TAKEN in self.table.owners:
+            raise SlotError("a pool cannot be handed over while rows are on their way into it")
+        for key in [] if self.handed_over else self.held():
+            self.policy.remove(key)
+        self.handed_over = True
+        self._free = []
+        owners = np.array(self.table.owners, dtype=np.int32)
+        owners[self._withheld] = WITHHELD
+        return self.table.numpy.copy(), owners
+
+    def follow(self, keys: IntArray32, slots: IntArray32, evicted: IntArray32) -> None:
+        """What the device did, in order: keys [N] came into slots [N], where evicted [N] had been (-1: nothing)."""
+        for key, slot, gone in zip(keys.tolist(), slots.tolist(), evicted.tolist(), strict=True):
+            if gone != ABSENT:
+                self.table.unbind(slot)
+                self.evictions += 1
+            self.table.bind(slot, key)
+
+    def mirror(self, table: IntArray32, owners: IntArray32) -> None:
+        """The device's table [L, E] and owners [S] as they are, where what it did is not known."""
+        self.table.numpy[...] = table
+        self.table.owners[:] = np.maximum(owners, _FREE).tolist()
+        self.table.version += 1
 
     @property
     def used(self) -> int:
         """Published slots."""
+        if self.handed_over:
+            return int(np.count_nonzero(self.table.numpy != ABSENT))
         return len(self.policy)
 
     @property
@@ -132,6 +172,8 @@ class SlotPool:
 
         Victims can no longer be found when this returns. Fewer slots than asked for: the rest is blocked.
         """
+        if self.handed_over:
+            raise SlotError("the slots belong to the device, which takes them by itself")
         taken: list[int] = []
         while len(taken) < count:
             if self._free:
@@ -184,8 +226,14 @@ class SlotPool:
             if owner >= 0 and self.table.slot_of(owner) != slot:
                 raise SlotError(f"slot {slot} is owned by row {owner}, whose table entry says otherwise")
         bound = int((self.table.numpy != ABSENT).sum())
-        if bound != sum(owner >= 0 for owner in owners) or bound != len(self.policy):
-            raise SlotError(f"{bound} table entries, {len(self.policy)} policy keys, owners {owners}")
+        if bound != sum(owner >= 0 for owner in owners) or bound != self.used:
+            raise SlotError(f"{bound} table entries, {self.used} published slots, owners {owners}")
+        if self.handed_over:
+            if len(self.policy) or self._free or any(owners[slot] >= 0 for slot in self._withheld):
+                raise SlotError(
+                    "the host holds on to slots that belong to the device, or a withheld one is used"
+                )
+            return
         if set(self.policy.order()) != set(self.held()):
             raise SlotError("the policy holds other keys than the slots")
         free = [slot for slot, owner in enumerate(owners) if owner == _FREE]

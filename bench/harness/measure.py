@@ -153,6 +153,7 @@ def run_steps(
         service.run_step(forward, tokens)
     run = Run(service.slots.slots)
     rows_before = _rows(service)
+    missed_before = _missed(service)
     for step in range(warm, routing.steps):
         stack.load(step)
         _synchronize(stack.device)
@@ -161,12 +162,19 @@ def run_steps(
         _synchronize(stack.device)
         run.ms.append((time.perf_counter() - started) * 1e3)
         run.passes.append(result.passes)
-        run.misses.append(result.misses_first_pass)
+        run.misses.append(_missed(service) - missed_before)
+        missed_before += run.misses[-1]
         run.outcomes[result.outcome] += 1
         if keep_outputs:
             run.outputs.append(result.value.clone())
     run.rows = _rows(service) - rows_before
     return run
+
+
+def _missed(service: ExpertService) -> int:
+    """Pairs so far whose expert was not in the pool; of steps that nobody waited for, too."""
+    service.collect()
+    return int(service.metrics.value("ziggurat_missed_pairs_total"))
 
 
 def _rows(service: ExpertService) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -10,8 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.cli.options import ConfigOption, ModelArgument, TensorParallelOption, read_inputs
-from ziggurat.integration.preflight import DEFAULT_MAX_TOKENS, plan_for
+from ziggurat.integration.preflight import DEFAULT_MAX_TOKENS, chunk_advice, plan_for
 from ziggurat.residency.budget_plan import Plan
 from ziggurat.residency.sizes import format_bytes
 from ziggurat.stores.checkpoint import Checkpoint
@@ -40,23 +43,51 @@ def plan(
         int,
         typer.Option(min=1, help="vLLM's --max-num-batched-tokens: GPU memory of the kernels depends on it."),
     ] = DEFAULT_MAX_TOKENS,
+    link: Annotated[
+        float | None,
+        typer.Option(
+            help="GB/s from locked host memory to the GPU (`ziggurat bench transfers` measures it): with --compute, the"
+            " plan says how many tokens a chunk of a prompt should have."
+        ),
+    ] = None,
+    compute: Annotated[
+        float | None,
+        typer.Option(
+            help="TFLOP/s of the experts' kernels on large batches (`ziggurat bench kernels` measures it)."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON, also if it is refused.")
     ] = False,
 ) -> None:
     """Show bytes per tier, coverage and floors of MODEL; status 1 and one line if it cannot work here."""
+    _check_rates(link, compute)
     folder, tiers = read_inputs(model, config)
+    advice = None
     with Checkpoint.open(folder) as checkpoint:
         result = plan_for(checkpoint, tiers, tp, graph_tokens=graph_tokens, max_tokens=max_tokens)
+        if link is not None and compute is not None:
+            advice = chunk_advice(checkpoint, result, link=link * 1e9, compute=compute * 1e12)
     if as_json:
-        typer.echo(json.dumps(result.to_json(), indent=2))
+        said = {"prompts": None if advice is None else asdict(advice)}
+        typer.echo(json.dumps({**result.to_json(), **said}, indent=2))
     else:
         console = Console(highlight=False)
         console.print(_tiers(result, str(tiers.tiers.disk.path)))
         console.print(_checks(result))
         for note in result.notes:
             console.print(f"note: {note}", markup=False)
+        if advice is not None:
+            console.print(advice.line(), markup=False)
     result.require()
+
+
+def _check_rates(link: float | None, compute: float | None) -> None:
+    for name, rate in (("--link", link), ("--compute", compute)):
+        if rate is None and (link is not None or compute is not None):
+            raise CliError(f"{name} is missing: advice on prompts needs --link and --compute")
+        if rate is not None and not (math.isfinite(rate) and rate > 0):
+            raise CliError(f"{name}: a rate is a number greater than 0, not {rate}")
 
 
 def _tiers(result: Plan, folder: str) -> Table:
@@ -79,11 +110,18 @@ def _tiers(result: Plan, folder: str) -> Table:
         if rank.staging_bytes:
             where += f", {format_bytes(rank.staging_bytes)} for reads in flight"
         table.add_row("host", str(rank.rank), *_amounts(rank.arena_rows, result), where)
+        if rank.direct_rows:
+            where = "of these, read in place"
+            table.add_row("direct", str(rank.rank), *_amounts(rank.direct_rows, result), where)
     for rank in result.ranks:
         device = (
             f"cuda:{rank.rank}" if result.device.startswith("cuda:") and result.tp_size > 1 else result.device
         )
         table.add_row("device", str(rank.rank), *_amounts(rank.pool_rows, result), device)
+        if rank.ring_parts:
+            where = f"{device}, in {rank.ring_parts} parts"
+            rows = rank.ring_parts * rank.ring_rows
+            table.add_row("staging", str(rank.rank), *_amounts(rows, result), where)
     return table
 
 

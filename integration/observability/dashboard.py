@@ -56,7 +56,7 @@ def _increase(metric: str) -> str:
 
 _STEPS = _rate("ziggurat_steps_total")
 _HITS, _MISSES = _rate("ziggurat_tier_hits_total"), _rate("ziggurat_tier_misses_total")
-_INTO_POOL = 'target="pool"'
+_INTO_POOL, _OVER_THE_LINK = 'target="pool"', 'target=~"pool|staging"'
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
@@ -104,7 +104,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "percentunit",
                 (
                     (
-                        f"sum({_rate('ziggurat_fetched_bytes_total', _INTO_POOL)})"
+                        f"sum({_rate('ziggurat_fetched_bytes_total', _OVER_THE_LINK)})"
                         f" / sum({_of('ziggurat_link_bytes_per_second')})",
                         "",
                     ),

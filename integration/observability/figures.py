@@ -47,8 +47,11 @@ class LayerFigures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Rates are of the interval of `seconds`; ratios are None where nothing happened in it. Steps and tokens are one
-    rank's, since all ranks run the same; rows and bytes are those of all ranks."""
+    """Rates are of the interval of `seconds`; ratios are None where nothing happened in it.
+
+    Steps and tokens are one rank's, since all ranks run the same; rows and bytes are those of all ranks.
+    fetched_bytes_per_s: by source, into the pool and into the staging memory through which prompts' rows pass.
+    """
 
     time: float
     seconds: float
@@ -154,7 +157,7 @@ def figures(before: Page, after: Page) -> Figures:
         hit_ratio=_ratio(routed - missed, routed),
         missed_per_step=_ratio(missed, steps),
         tiers=tuple(_tier(name, change) for name in TIERS),
-        fetched_bytes_per_s=change.rates("ziggurat_fetched_bytes_total", "source", target="pool"),
+        fetched_bytes_per_s=_over_the_link(change),
         link_bytes_per_s=link if link > 0 else None,
         fetch_seconds={
             source: change.latency("ziggurat_fetch_seconds", source=source) for source in ("arena", "pack")
@@ -173,6 +176,13 @@ def figures(before: Page, after: Page) -> Figures:
             "tokens": after.total("ziggurat_failed_tokens_total"),
         },
     )
+
+
+def _over_the_link(change: _Between) -> dict[str, float]:
+    """Bytes a second by source, into the pool and into the staging memory of prompts."""
+    pool = change.rates("ziggurat_fetched_bytes_total", "source", target="pool")
+    staging = change.rates("ziggurat_fetched_bytes_total", "source", target="staging")
+    return {source: rate + staging.get(source, 0.0) for source, rate in pool.items()}
 
 
 def _setup(page: Page) -> dict[str, str]:

@@ -94,20 +94,25 @@ def _wrap_forward(original: Any) -> Any:
         if tiered.service.complete:
             return tiered.service.run_step(forward, StepTokens(count)).value
 
-        requests = list(self.input_batch.req_ids)
-        counts = np.array([scheduler_output.num_scheduled_tokens[r] for r in requests], dtype=np.int64)
         batch = self.input_batch
-        n = len(requests)
+        n = len(batch.req_ids)
         in_prompt = batch.num_computed_tokens_cpu[:n] < batch.num_prompt_tokens[:n]
         # A step of a GPU that replays no graph runs in eager code anyway, where misses are served at once.
         eager = tiered.place.on_gpu and get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.NONE
-        prefill = np.repeat(in_prompt, counts) if in_prompt.any() else None
+        prefill = np.repeat(in_prompt, _scheduled(self, scheduler_output)) if in_prompt.any() else None
         result = tiered.service.run_step(forward, StepTokens(count, prefill, eager))
         if result.failures and result.failed_tokens is not None:
+            requests, counts = list(batch.req_ids), _scheduled(self, scheduler_output)
             setattr(self, _FAILED, _failed_requests(requests, counts, result.failed_tokens, result.failures))
         return result.value
 
     return _model_forward
+
+
+def _scheduled(runner: Any, scheduler_output: Any) -> Any:
+    """int64 [requests]: tokens of each request in this step."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    return np.array([scheduled[request] for request in runner.input_batch.req_ids], dtype=np.int64)
 
 
 def _failed_requests(requests: list[str], counts: Any, failed_tokens: Any, failures: Any) -> dict[str, str]:

@@ -10,7 +10,6 @@ import torch
 from ziggurat.kernels.admission import Admission
 from ziggurat.kernels.cuda import driver
 from ziggurat.kernels.cuda.errors import CudaError, LayerError
-from ziggurat.kernels.cuda.launch import Kernel
 
 #: Blocks and threads of `gather_missing`: 32 KiB in flight for each block. PCIe 5 x16 of an H200 wants 512 KiB.
 GATHER_BLOCKS: Final = 24
@@ -96,13 +95,3 @@ def mapped_address(memory: torch.Tensor, device: int) -> int:
             raise LayerError(
                 f"the arena is not mapped for devices ({error}): layers are admitted from page-locked memory only"
             ) from error
-
-
-def blocks_beside(gather: Kernel, gemm: Kernel, threads: int, blocks: int) -> int:
-    """Of `blocks` blocks of `gemm` that fill the device, how many fit beside the gather's.
-
-    One more would start when the gather has ended, and its share of the work with it.
-    """
-    taken = GATHER_THREADS * gather.resources()["registers"]
-    of_gemm = threads * gemm.resources()["registers"]
-    return max(1, blocks - GATHER_BLOCKS * -(-taken // of_gemm))

@@ -22,7 +22,6 @@ from ziggurat.kernels.cuda.admission import (
     GATHER_THREADS,
     AdmissionParams,
     AdmittedLayers,
-    blocks_beside,
     mapped_address,
 )
 from ziggurat.kernels.cuda.errors import LayerError
@@ -154,7 +153,6 @@ class CudaLayerKernels:
         self._combine = source.kernel(f"combine_{io}", index)
         self._gather = source.kernel("gather_missing", index)
         decode = self._decode
-        self._beside = blocks_beside(self._gather, decode.gate_up, decode.threads, decode.gate_up_blocks)
         # One token's GEMMs need no list where every block has one unit of work: none whose row is there waits.
         units = self.top_k * -(-self.geometry.intermediate // decode.gate_up_rows)
         self._admits_direct = units <= decode.gate_up_blocks
@@ -226,7 +224,7 @@ class CudaLayerKernels:
             self._route(gemms, count, count)
             if admission is not None:
                 self._gather.launch(GATHER_BLOCKS, GATHER_THREADS, p, dependent=True)
-            self._multiply(gemms, count, admission is not None)
+            self._multiply(gemms, count)
             self._sum(out, first, count)
         return out
 
@@ -271,7 +269,7 @@ class CudaLayerKernels:
         self._point_at(x, None, topk_ids, 0, x.shape[0])
         gemms = self._gemms(x.shape[0])
         self._route(gemms, x.shape[0], 0)
-        self._multiply(gemms, x.shape[0], admitted=False)
+        self._multiply(gemms, x.shape[0])
 
     def finish(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor
@@ -326,14 +324,11 @@ class CudaLayerKernels:
             blocks, 256 if small else 1024, self._params, shared=0 if small else self._large_route_shared
         )
 
-    def _multiply(self, gemms: _Gemms, tokens: int, admitted: bool) -> None:
+    def _multiply(self, gemms: _Gemms, tokens: int) -> None:
         g, pairs = self.geometry, tokens * self.top_k
         entries = min(pairs, self.experts + pairs // gemms.entry_pairs)  # at most
-        gate_up_blocks = gemms.gate_up_blocks
-        if admitted and gemms is self._decode and not self._params.direct:
-            gate_up_blocks = self._beside
         for kernel, size, rows, blocks in (
-            (gemms.gate_up, g.intermediate, gemms.gate_up_rows, gate_up_blocks),
+            (gemms.gate_up, g.intermediate, gemms.gate_up_rows, gemms.gate_up_blocks),
             (gemms.down, g.hidden, gemms.down_rows, gemms.down_blocks),
         ):
             grid = max(1, min(blocks, entries * -(-size // rows)))

@@ -55,6 +55,22 @@ def test_copies_come_after_what_is_on_the_current_stream(setup: Setup) -> None:
     assert setup.lane.followed == 2
 
 
+def test_pools_on_one_lane_wait_for_their_own_rows_only(setup: Setup) -> None:
+    """The parts of a ring: a later part may still be on its way when an earlier one is read."""
+    later = CudaPool(
+        2, 4096, "cpu", mover=setup.mover, plain=setup.plain, lane=setup.lane, is_pinned=setup.is_pinned
+    )
+    later.tensor.fill_(0xFF)
+    setup.pool.write([0, 1], [row(2), row(4)])
+    later.write([0, 1], [row(6), row(8)])
+    setup.pool.ready()
+    assert [int(setup.pool.row(slot)[0]) for slot in (0, 1)] == [2, 4]
+    assert setup.lane.done == 2
+    assert bool((later.tensor == 0xFF).all())
+    later.ready()
+    assert [int(later.row(slot)[0]) for slot in (0, 1)] == [6, 8]
+
+
 def test_one_batch_for_locked_rows_and_another_for_the_rest(setup: Setup) -> None:
     rows = [row(2), row(3), row(4, 100), row(5)]
     setup.pool.write([5, 0, 3, 1], rows)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.gate_engine import ROWS, Case, Part, _judge, _judge_case, jobs, workloads
+from bench.gate_engine import OUTCOMES, ROWS, Case, Part, _judge, _judge_case, jobs, workloads
 from ziggurat.integration.determinism.compare import Outcome
 from ziggurat.integration.vllm.capture import CapturedStep
 from ziggurat.residency.config import TiersConfig
@@ -37,7 +37,7 @@ def outcome(value: float) -> Outcome:
     return Outcome(((1,),), (step,))
 
 
-COUNTS = {"clean": 1, "replayed": 0, "exact": 0, "tolerated": 0, "failed": 0, "passes": 1, "missed": 0}
+COUNTS = {**dict.fromkeys(OUTCOMES, 0), "clean": 1, "passes": 1, "missed": 0}
 EXACT = {"clean": 0, "exact": 1, "passes": 3, "missed": 9}
 
 
@@ -67,6 +67,10 @@ def test_verdicts_on_batches(case: Case, found: float, counts: dict[str, int], g
         ("full", 20, {"missed": 9}, False),
         ("eager", 20, {"missed": 9}, True),
         ("eager", 20, {}, False),
+        ("inline", 20, {"missed": 9}, True),
+        ("inline", 20, EXACT, False),
+        ("inline-disk", 20, EXACT, True),
+        ("inline-disk", 20, {"missed": 9}, False),
     ],
 )
 def test_verdicts_on_cases(tmp_path: Path, part: str, slots: int, counts: dict[str, int], good: bool) -> None:

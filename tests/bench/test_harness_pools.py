@@ -63,7 +63,7 @@ def test_replay_and_inline_passes_give_the_same_bits(device: torch.device) -> No
     routing = routing_for(3)
     replayed, inline = (run_at(40, routing, "w2", device, mode) for mode in ("replay", "inline"))
     assert replayed.outcomes["replayed"] > 0
-    assert inline.outcomes == {"clean": 8}
+    assert inline.outcomes == {"inline": 8}
     assert replayed.same_bits(inline)
 
 

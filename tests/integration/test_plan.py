@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from ziggurat.integration.cli import plan
+from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.packing import pack_paths, wanted_headers
 from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.cuda.workspace import workspace_bytes
@@ -186,8 +187,8 @@ def test_the_kernels_memory_of_a_gpu_counts_and_depends_on_the_largest_batch(
     def device_memory(*more: object) -> int:
         values = json.loads(run(DEMO, "-c", write_config(folder), "--json", *more).stdout)
         (check,) = [one for one in values["checks"] if one["name"] == "device memory"]
-        pool = values["ranks"][0]["pool_bytes"]
-        return int(check["needed"]) - int(pool)
+        (rank,) = values["ranks"]
+        return int(check["needed"]) - int(rank["pool_bytes"]) - int(rank["ring_bytes"])
 
     sizes = {tokens: workspace_bytes(ExpertGeometry(256, 128), 32, 4, tokens) for tokens in (64, 8192)}
     assert 0 < sizes[64] < sizes[8192]
@@ -284,3 +285,47 @@ def test_the_command_prints_one_line_and_exits_with_1(folder: Path) -> None:
         assert done.returncode == 1
         assert said in done.stderr
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_on_gpus_the_plan_names_staging_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch)
+    path = write_config(folder, device={"size": "25%", "staging": "16 rows"})
+    result = run(DEMO, "-c", path)
+    assert result.exit_code == 0, result.output
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines()]
+    lines = {row[0]: row[1:] for row in cells if row}
+    assert lines["staging"] == ["0", "16", "448.00 KiB", "8.3%", "cuda:0, in 4 parts"]
+    assert lines["staging floor"][-1] == "ok"
+
+
+def test_the_plan_says_how_many_tokens_a_chunk_should_have(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpus(monkeypatch)
+    path = write_config(folder)
+    rates = ("--link", 50, "--compute", "0.01")
+    lines = run(DEMO, "-c", path, *rates).output.splitlines()
+    (line,) = [one for one in lines if one.startswith("prompts: ")]
+    assert line.startswith("prompts: --max-num-batched-tokens 256: ")
+    prompts = json.loads(run(DEMO, "-c", path, *rates, "--json").stdout)["prompts"]
+    assert prompts["tokens"] == 256
+    assert prompts["stream_ms"] == pytest.approx(24 * STRIDE / 50e9 * 1e3)
+    whole = write_config(folder, device={"size": "100%"})
+    assert json.loads(run(DEMO, "-c", whole, *rates, "--json").stdout)["prompts"] is None
+    assert json.loads(run(DEMO, "-c", path, "--json").stdout)["prompts"] is None
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        (("--link", 50), "--compute is missing"),
+        (("--compute", 50), "--link is missing"),
+        (("--link", 0, "--compute", 1), "--link: a rate is a number greater than 0, not 0.0"),
+        (("--link", 1, "--compute", "nan"), "--compute: a rate is a number greater than 0, not nan"),
+        (("--link", "inf", "--compute", 1), "--link: a rate is a number greater than 0, not inf"),
+    ],
+)
+def test_rates_that_cannot_be_are_refused(folder: Path, rates: tuple[object, ...], said: str) -> None:
+    result = run(DEMO, "-c", write_config(folder), *rates)
+    assert isinstance(result.exception, CliError)
+    assert said in str(result.exception)

@@ -9,39 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.budgets import FACTS, ROOMY, ROW, STRIDE, check_of, config, machine
 from ziggurat.residency.budget import MachineLimits, ModelFacts, memory_reserve, plan
-from ziggurat.residency.budget_plan import Check, Plan
-from ziggurat.residency.config import TiersConfig
+from ziggurat.residency.budget_plan import Plan
 from ziggurat.residency.errors import BudgetError, ConfigError
-
-FACTS = ModelFacts(layers=6, experts=32, top_k=4, hidden=256, intermediate=128)  # 192 rows
-ROW = 5000
-STRIDE = 8192
-ROOMY = MachineLimits(memory_available=64 << 30, cgroup_headroom=None, memlock=None, disk_free=1 << 40)
-
-
-def config(
-    *, device: Any = "25%", host: Any = "10%", host_extra: dict[str, Any] | None = None, **disk: Any
-) -> TiersConfig:
-    return TiersConfig.from_mapping(
-        {
-            "tiers": {
-                "disk": {"path": "packs", **disk},
-                "host": {"size": host, **(host_extra or {})},
-                "device": {"size": device},
-            }
-        }
-    )
-
-
-def machine(**changes: Any) -> MachineLimits:
-    values: dict[str, Any] = {"memory_available": 64 << 30, "disk_free": 1 << 40, **changes}
-    return MachineLimits(**values)
-
-
-def check_of(result: Plan, name: str) -> Check:
-    (found,) = [one for one in result.checks if one.name == name]
-    return found
 
 
 def test_rows_have_a_stride_of_whole_pages_and_tiers_count_in_it() -> None:
@@ -214,12 +185,15 @@ def test_ranks_on_two_nodes_count_against_one_each() -> None:
 def test_what_kernels_take_counts_against_the_device_and_not_for_the_pool() -> None:
     room = 47 * STRIDE
     gpu = machine(device="cuda:0", device_free=room + (1 << 20), device_workspace=1 << 20)
-    result = plan(config(device="48 rows"), FACTS, ROW, machine=gpu)
+    result = plan(config(device="46 rows"), FACTS, ROW, machine=gpu)
     check = check_of(result, "device memory")
-    assert (check.short_by, check.detail) == (STRIDE, "pool + 1.00 MiB for the kernels")
+    assert (check.short_by, check.detail) == (
+        STRIDE,
+        "pool + 16.00 KiB of staging + 1.00 MiB for the kernels",
+    )
     auto = plan(config(device="auto"), FACTS, ROW, machine=gpu)
-    assert auto.ranks[0].pool_rows == room // 2 // STRIDE
-    assert plan(config(device="47 rows"), FACTS, ROW, machine=gpu).ok
+    assert auto.ranks[0].pool_rows == (room - 2 * STRIDE) // 2 // STRIDE
+    assert plan(config(device="45 rows"), FACTS, ROW, machine=gpu).ok
 
 
 def test_on_limit_for_every_way_to_write_a_size_on_a_gpu() -> None:
@@ -249,7 +223,7 @@ def test_a_node_that_the_arena_cannot_be_bound_to_is_noted() -> None:
 
 def test_a_gpu_pool_counts_against_its_memory_and_not_against_the_hosts() -> None:
     gpu = machine(device="cuda:0", device_free=47 * STRIDE, memory_available=512 << 20)
-    result = plan(config(device="48 rows", host="8 rows"), FACTS, ROW, machine=gpu)
+    result = plan(config(device="46 rows", host="8 rows"), FACTS, ROW, machine=gpu)
     assert [(one.name, one.short_by, one.key) for one in result.short] == [
         ("device memory", STRIDE, "tiers.device.size")
     ]

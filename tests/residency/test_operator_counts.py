@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from support.fake_moe import EXPERTS, LAYERS, TOP_K, FakeModel, FakePacks, Passe
 from support.wrapped_packs import WrappedPack
 from ziggurat.allocators.topology import Gpu, GpuSurvey, PcieLink
 from ziggurat.kernels.codecs.registry import get_codec
+from ziggurat.residency.budget import MachineLimits, ModelFacts, plan
 from ziggurat.residency.config import TiersConfig
-from ziggurat.residency.describe import describe_link
+from ziggurat.residency.describe import describe_budget, describe_link
 from ziggurat.residency.factory import open_service
 from ziggurat.residency.layer_figures import set_heat
-from ziggurat.residency.metric_specs import HOTTEST, STEP_PARTS
+from ziggurat.residency.metric_specs import BUDGET, HOTTEST, STEP_PARTS
 from ziggurat.residency.metrics import Sample, TierMetrics
 from ziggurat.residency.passes import PassPath, StepTokens
 from ziggurat.residency.step_clock import StepClock
@@ -53,14 +55,21 @@ def test_tiers_layers_and_tokens_add_up(packs: FakePacks, model: FakeModel, slot
     misses = {tier: value("ziggurat_tier_misses_total", tier) for tier in ("pool", "arena", "pack")}
     assert hits["pool"] == value("ziggurat_hit_pairs_total")
     assert misses["pool"] == value("ziggurat_missed_pairs_total")
-    assert hits["arena"] == value("ziggurat_fetched_rows_total", "arena", "pool")
-    assert misses["arena"] == hits["pack"] == len(pack.log)
+    moved = {
+        (source, target): value("ziggurat_fetched_rows_total", source, target)
+        for source in ("arena", "pack")
+        for target in ("pool", "staging")
+    }
+    assert hits["arena"] == moved["arena", "pool"] + moved["arena", "staging"]
+    assert (
+        misses["arena"] == hits["pack"] == moved["pack", "pool"] + moved["pack", "staging"] == len(pack.log)
+    )
     assert misses["pack"] == 0
 
     fetched = by_layer(m, "ziggurat_layer_fetched_rows_total")
-    assert sum(fetched) == hits["arena"] + hits["pack"]
+    assert sum(fetched) == moved["arena", "pool"] + moved["pack", "pool"]
     rows = next(s for s in m.samples() if s.spec.name == "ziggurat_fetch_rows")
-    assert rows.value == sum(fetched)
+    assert rows.value == sum(moved.values())
     assert value("ziggurat_fetching_rows") == 0
 
     tokens = {phase: value("ziggurat_tokens_total", phase) for phase in ("prefill", "decode", "untold")}
@@ -186,6 +195,35 @@ def test_a_service_says_how_it_is_set_up(packs: FakePacks, host: str, floor: int
     stride = metrics.value("ziggurat_row_stride_bytes")
     assert budget[(("check", "pool floor"),)] == stride
     assert metrics.value("ziggurat_limit_bytes", "pool floor") == 12 * stride
+
+
+def test_every_amount_of_a_budget_has_its_series(tmp_path: Path) -> None:
+    limit = 1 << 40
+    machine = MachineLimits(
+        device="cuda:0",
+        memory_available=limit,
+        cgroup_headroom=limit,
+        memlock=limit,
+        device_free=limit,
+        nodes=(0,),
+        node_available=((0, limit), (1, limit)),
+        disk_free=limit,
+        direct_io=True,
+    )
+    values = {
+        "disk": {"path": str(tmp_path), "direct": "always"},
+        "host": {"size": "2GiB"},
+        "device": {"size": "25%"},
+    }
+    config = TiersConfig.from_mapping({"tiers": values})
+    found = plan(config, ModelFacts(4, 12, 3, 64, 64), 1 << 20, machine=machine)
+    metrics = TierMetrics()
+    describe_budget(metrics, found)
+    named = {dict(s.labels)["check"] for s in metrics.samples() if s.spec.name == "ziggurat_budget_bytes"}
+    amounts = [check for check in found.checks if check.unit != "support"]
+    assert len(named) == len({check.name for check in amounts})
+    assert "NUMA node memory" in named
+    assert named < set(BUDGET)
 
 
 def survey(link: PcieLink | None) -> GpuSurvey:

@@ -7,7 +7,7 @@ Every operation outside the experts works row by row, so that a token's bits do 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,12 @@ from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, LocalConsensus
 from ziggurat.residency.factory import geometry_of
+from ziggurat.residency.inline.choice import MappedArena
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import PassPath, StepResult, StepTokens
 from ziggurat.residency.ports import RowPack, RowPool
 from ziggurat.residency.service import ExpertService, ServiceGeometry
+from ziggurat.residency.streaming.ring import StagingRing
 from ziggurat.stores.builder import build_pack
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.pack import Pack, RowRequest
@@ -44,6 +46,7 @@ ON_DEVICE = (
 )
 MAX_TOKENS = 128
 PART_TOKENS = 40  # fewer than the tokens of the larger batches
+RING = (2, 3)  # parts and rows of staging memory of services whose layers run as on a device
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 12, 3, 64, 64
 
 
@@ -163,9 +166,10 @@ def make_packs(folder: Path, tp_size: int = 1, codec: str = "bf16") -> FakePacks
     return FakePacks(checkpoint, tuple(paths), codec)
 
 
-def config_for(folder: Path, **sections: dict[str, Any]) -> TiersConfig:
+def config_for(folder: Path, *, direct_layers: Sequence[int] = (), **sections: dict[str, Any]) -> TiersConfig:
     """A configuration whose packs lie in `folder`; sections override."""
-    values: dict[str, Any] = {"tiers": {"disk": {"path": str(folder), "readers": 2}}}
+    disk, device = {"path": str(folder), "readers": 2}, {"direct_layers": list(direct_layers)}
+    values: dict[str, Any] = {"tiers": {"disk": disk, "device": device}}
     return TiersConfig.from_mapping({**values, **sections})
 
 
@@ -181,12 +185,15 @@ def open_tiers(
     miss: dict[str, Any] | None = None,
     heat: dict[str, Any] | None = None,
     on_device: bool | None = None,
+    inline: bool = False,
     pool: RowPool | None = None,
+    direct: Sequence[int] = (),
     **options: Any,
 ) -> ExpertService:
     """A service over real packs, arena and pool. Both are filled with 0xFF, which is NaN in every codec.
 
-    on_device: run layers through kernels and static tensors as on a device, only on the CPU.
+    on_device: run layers through kernels and static tensors as on a device, only on the CPU. inline: these kernels
+    see the arena, so that layers can fetch rows by themselves. direct: layers that they read there in place.
     """
     pack = pack or packs.open(rank)
     pool = pool or CpuPool(slots, pack.header.stride)
@@ -196,15 +203,23 @@ def open_tiers(
         arena = PageableArena(places, pack.header.stride)
         arena.tensor.fill_(0xFF)
     config = config_for(
-        packs.paths[0].parent, policy={"eviction": eviction}, miss=miss or {}, heat=heat or {}
+        packs.paths[0].parent,
+        direct_layers=direct,
+        policy={"eviction": eviction},
+        miss=miss or {},
+        heat=heat or {},
     )
     g = packs.geometry
-    if ON_DEVICE if on_device is None else on_device:
+    if (inline or direct) and arena is not None:
+        options = {"mapped": MappedArena(arena.tensor), **options}
+    if inline or (ON_DEVICE if on_device is None else on_device):
         sizes = ExpertGeometry(g.hidden, g.intermediate)
         kernels = CpuLayerKernels(
             get_codec(packs.codec), sizes, g.experts, g.top_k, clamp=g.clamp, part_tokens=PART_TOKENS
         )
-        options = {"kernels": kernels, "max_tokens": MAX_TOKENS, **options}
+        parts, rows = RING
+        ring = StagingRing([CpuPool(rows, pack.header.stride) for _ in range(parts)])
+        options = {"kernels": kernels, "ring": ring, "max_tokens": MAX_TOKENS, **options}
     return ExpertService(
         config,
         g,

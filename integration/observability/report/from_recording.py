@@ -49,7 +49,7 @@ def recording_report(recording: Recording) -> Report:
             ("tokens a second", plain(sum(whole.tokens_per_s.values()))),
             ("zero-miss steps", _ratio(whole.zero_miss_ratio)),
             ("hits in the pool", _ratio(whole.hit_ratio)),
-            ("into the pool", f"{format_bytes(round(sum(whole.fetched_bytes_per_s.values())))}/s"),
+            ("to the device", f"{format_bytes(round(sum(whole.fetched_bytes_per_s.values())))}/s"),
             ("median step", duration(whole.step_seconds.median)),
         ],
         figures=[
@@ -159,7 +159,7 @@ def _breakdown(times: Sequence[float], intervals: Sequence[Figures]) -> Figure:
 
 def _fetches(times: Sequence[float], intervals: Sequence[Figures]) -> Figure:
     chart = _over_time(
-        "Bytes into the pool",
+        "Bytes to the device",
         times,
         [
             ("from the arena", [one.fetched_bytes_per_s.get("arena", 0.0) for one in intervals], 0),
@@ -169,7 +169,7 @@ def _fetches(times: Sequence[float], intervals: Sequence[Figures]) -> Figure:
     )
     link = intervals[-1].link_bytes_per_s
     said = f"The link carries {amount(link)} by its standard." if link else ""
-    return Figure("Bytes into the pool", f"A second. {said}".strip(), chart)
+    return Figure("Bytes to the device", f"A second. {said}".strip(), chart)
 
 
 def _speed(times: Sequence[float], intervals: Sequence[Figures]) -> Figure:

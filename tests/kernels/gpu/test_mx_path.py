@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import cache
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from support import layers, mx_probe
 from support.layers import Batch, Layer, same_bits
@@ -16,10 +19,10 @@ from ziggurat.kernels.codecs.tiled import TiledCodec
 from ziggurat.kernels.cpu.block_scaled import multiply_block
 from ziggurat.kernels.cpu.mx_layer import DECODE_SPLITS, PREFILL_SPLITS, mx_expert
 from ziggurat.kernels.cpu.swiglu import weighted_sum
-from ziggurat.kernels.cuda import driver
+from ziggurat.kernels.cuda import driver, nvrtc
 from ziggurat.kernels.cuda.layer import CudaLayerKernels
-from ziggurat.kernels.cuda.library import Library, compile_unit
-from ziggurat.kernels.cuda.units import unit
+from ziggurat.kernels.cuda.library import Library
+from ziggurat.kernels.cuda.units import SOURCES, unit
 from ziggurat.kernels.geometry import ExpertGeometry
 
 pytestmark = pytest.mark.gpu
@@ -36,8 +39,20 @@ def target() -> str:
 
 @cache
 def emulated() -> Library:
-    """The kernels with the block-scaled instruction in integer arithmetic. Takes NVRTC half a minute."""
-    return compile_unit(unit("moe"), target(), ("EMULATE_MX",))
+    """The kernels with the block-scaled instruction in integer arithmetic.
+
+    They take NVRTC half a minute, so test processes of one machine and one state of the sources share a file.
+    """
+    what, defines = unit("moe"), ("EMULATE_MX",)
+    texts = nvrtc.sources_of(what.source, SOURCES)
+    digest = xxhash.xxh3_64_hexdigest(repr((sorted(texts.items()), target(), defines)).encode())
+    file = Path(tempfile.gettempdir()) / f"ziggurat-emulated-{digest}.cubin"
+    if not file.exists():
+        compiled = nvrtc.compile_source(what.source, texts, target(), (*what.defines, *defines))
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
+            written.write(compiled.cubin)
+        Path(written.name).rename(file)
+    return Library(what.name, file.read_bytes())
 
 
 def mx_kernels(layer: Layer, dtype: torch.dtype, max_tokens: int) -> CudaLayerKernels:

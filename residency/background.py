@@ -1,0 +1,65 @@
+"""A thread that works in small portions and can be held between two of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class BackgroundThread:
+    """Subclasses write `_work`, which asks `_begin` before each portion and calls `_end` after it."""
+
+    def __init__(self, name: str) -> None:
+        self._changed = threading.Condition()
+        self._pauses = 0
+        self._working = False
+        self._stop = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the thread is idle: no portion is in progress and none begins. May be nested."""
+        with self._changed:
+            self._pauses += 1
+            self._changed.wait_for(lambda: not self._working)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._pauses -= 1
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Until the thread has done what it can."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """Stop after the portion in progress and join. May be called twice."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        raise NotImplementedError
+
+    def _idle(self) -> bool:
+        """Whether there is nothing to do right now. Asked under the lock `_changed`."""
+        return False
+
+    def _begin(self) -> bool:
+        """Wait until work may go on and there is some; False when it is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stop or (self._pauses == 0 and not self._idle()))
+            self._working = not self._stop
+            return self._working
+
+    def _end(self) -> None:
+        with self._changed:
+            self._working = False
+            self._changed.notify_all()

@@ -1,0 +1,203 @@
+"""The host arena as a cache that a device reads by itself.
+
+The device has a table `places`: where in the arena each row is. The host writes it in stream order before a pass, so a
+pass reads what was found there when it was launched. A place that loses its row is written to again only when every
+pass that was launched before has finished on the device; passes that are launched later have been shown a table
+without it. Nobody waits for that: the place rests until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ziggurat.kernels.admission import ABSENT
+from ziggurat.residency.host_cache import FillReport, HostCache
+from ziggurat.residency.policies.base import EvictionPolicy
+from ziggurat.residency.ports import RowArena, RowPack
+
+Show = Callable[[npt.NDArray[np.int32], int], None]
+"""Called with `places` int32 [L * E] and its version; what it is given may change when it returns."""
+
+
+@dataclass(slots=True)
+class Brought:
+    """Rows that were asked for: those that can be found now; and what reading them took."""
+
+    arrived: list[int] = field(default_factory=list)
+    report: FillReport = field(default_factory=FillReport)
+
+
+class InlineCache(HostCache):
+    """A HostCache with a table of places for the device. One stepping thread launches passes and reads rows; other
+    threads may fill, promote and retire.
+
+    version: changes with every change of `places`.
+    """
+
+    def __init__(
+        self, pack: RowPack, arena: RowArena, policy: EvictionPolicy, *, experts: int, staging: int
+    ) -> None:
+        super().__init__(pack, arena, policy, experts=experts, staging=staging)
+        self._rows = pack.header.layers * experts
+        self._places: npt.NDArray[np.int32] = np.full(self._rows, ABSENT, dtype=np.int32)
+        self._resting: list[int] = []
+        self._passes: set[int] = set()  # epochs of passes that have not finished
+        self._kept: Collection[int] = ()  # keys that are brought together
+        self.version = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether every row of the model is here."""
+        return self.used == self._rows
+
+    # -- passes ------------------------------------------------------------------------------------------------
+
+    def launch(self, show: Show) -> int:
+        """A pass is about to be launched: `show` it the places, in stream order. Its epoch, to be closed when the
+        device has finished it."""
+        with self._changed:
+            self._last_epoch += 1
+            self._open_epochs.add(self._last_epoch)
+            self._passes.add(self._last_epoch)
+            show(self._places, self.version)
+            self._changed.notify_all()
+            return self._last_epoch
+
+    def close_epoch(self, epoch: int) -> None:
+        with self._changed:
+            self._open_epochs.discard(epoch)
+            self._passes.discard(epoch)
+            self._rest()
+            self._changed.notify_all()
+
+    @property
+    def resting(self) -> int:
+        """Places that hold no row and that a pass in flight may still read."""
+        return len(self._resting)
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def touch(self, keys: Iterable[int]) -> None:
+        """Rows that a device has read; those that have left in the meantime are passed over."""
+        with self._changed:
+            for key in keys:
+                if key in self._place_of:
+                    self.policy.touch(key, 1.0)
+
+    def bring(self, wanted: Mapping[int, float], *, epoch: int) -> Brought:
+        """Read rows into the arena, evicting others, none of `wanted`; for the stepping thread, between passes.
+
+        wanted: key -> weight. Rows for which there is no place do not arrive; nor do those that cannot be read.
+        """
+        brought = Brought()
+        with self._changed:
+            self._kept = set(wanted)
+        try:
+            heavy = {key: max(weight, 1.0) for key, weight in wanted.items()}
+            for batch in self.rows(heavy, epoch=epoch):
+                self.settle(batch)
+                read = [row for row in batch.rows if row.source == "pack"]
+                brought.report.read += len(read)
+                brought.report.seconds += [row.seconds for row in read]
+                brought.report.faults += batch.faults
+        finally:
+            with self._changed:
+                self._kept = ()
+        brought.arrived = [key for key in wanted if self.holds(key)]
+        return brought
+
+    def retire(self, keys: Iterable[int]) -> int:
+        """Evict rows, except those that are being copied out of, and fixed ones. How many have left."""
+        left = 0
+        with self._changed:
+            for key in keys:
+                if key in self._place_of and key not in self._fixed and self.quiet(self._place_of[key]):
+                    self._retire(key)
+                    left += 1
+            self._rest()
+        return left
+
+    def promote(
+        self, wanted: Sequence[tuple[int, float]], heat_of: Callable[[int], float], limit: int
+    ) -> FillReport:
+        """Read up to `limit` of the wanted (key, heat) rows, hottest first, in the place of colder ones; for a
+        background thread. `full` in the report: not all of these found a place that may be written to by now."""
+        with self._changed:
+            self._rest()
+            absent = [
+                (key, heat) for key, heat in wanted if key not in self._place_of and key not in self._reading
+            ][:limit]
+            for _, heat in absent[len(self._free) + len(self._resting) :]:
+                victim = self.policy.victim(_Busy(self))
+                if victim is None or heat_of(victim) >= heat:
+                    break
+                self._retire(victim)
+            self._rest()
+        return self.fill(absent, limit)
+
+    def wait_for_place(self, stopped: Callable[[], bool]) -> None:
+        """Until no place rests, or `stopped` says so; see `wake`."""
+        with self._changed:
+            self._changed.wait_for(lambda: stopped() or not self._resting)
+
+    def wait_for_pass(self, last: int, stopped: Callable[[], bool]) -> int:
+        """Until a pass or step has begun after the one of epoch `last`, or `stopped` says so; its epoch."""
+        with self._changed:
+            self._changed.wait_for(lambda: stopped() or self._last_epoch > last)
+            return self._last_epoch
+
+    def wake(self) -> None:
+        """Have those who wait ask again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def held(self) -> list[int]:
+        """Keys of all rows that can be found."""
+        with self._changed:
+            return list(self._place_of)
+
+    # -- what HostCache asks -----------------------------------------------------------------------------------
+
+    def _victim(self) -> int | None:
+        """Nothing while passes run: what they may read cannot be written to, so a read goes through staging."""
+        return None if self._passes else self.policy.victim(_Busy(self))
+
+    def _bind(self, key: int, place: int) -> None:
+        super()._bind(key, place)
+        self._places[key] = place
+        self.version += 1
+
+    def _unbind(self, key: int) -> int:
+        self._places[key] = ABSENT
+        self.version += 1
+        return super()._unbind(key)
+
+    def _between(self) -> list[int]:
+        return self._resting
+
+    def _retire(self, key: int) -> None:
+        place = self._unbind(key)
+        self._readers[place] += self._passes
+        self._resting.append(place)
+
+    def _rest(self) -> None:
+        """Places that no pass can read any more are free."""
+        if self._resting:
+            self._free += [place for place in self._resting if self.quiet(place)]
+            self._resting = [place for place in self._resting if not self.quiet(place)]
+
+
+class _Busy:
+    """The keys that may not be evicted: copied out of, or brought together with the one that needs room."""
+
+    def __init__(self, cache: InlineCache) -> None:
+        self._cache = cache
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, int)
+        cache = self._cache
+        return key in cache._kept or not cache.quiet(cache._place_of[key])

@@ -1,0 +1,310 @@
+"""MoE layers that make their own experts resident: what the host does around a pass in which it decides nothing.
+
+The device owns slots, their owners and their heat. The host shows it where rows are in the arena, launches the pass,
+and reads afterwards what happened: counts, and a log of what was admitted and evicted. If the arena holds every row
+nothing can be missing, and nobody waits for that either.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ziggurat.residency.device_layer import LateCounts
+from ziggurat.residency.device_state import Counted
+from ziggurat.residency.direct_layers import DirectLayers
+from ziggurat.residency.geometry import ServiceGeometry
+from ziggurat.residency.inline.cache import InlineCache
+from ziggurat.residency.inline.state import Events, InlineState, Passed
+from ziggurat.residency.passes import IntArray, PassMode, PassState, Route
+from ziggurat.residency.ports import LayerKernels
+from ziggurat.residency.routing import check_shapes
+from ziggurat.residency.runtime_errors import RoutingError, StepError
+from ziggurat.residency.slots import ABSENT, SlotPool
+from ziggurat.residency.streaming.layers import StreamedLayers
+from ziggurat.residency.transfers import Download
+
+_SPARE = 24  # downloads of deferred passes that are at hand
+
+
+@dataclass(slots=True)
+class InlineCounts:
+    """What passes did since the start. rows: copied into slots by the device; by_layer: the same, int64 [L].
+    arena_misses: rows that it wanted and the arena did not have."""
+
+    by_layer: IntArray
+    rows: int = 0
+    arena_misses: int = 0
+
+    @classmethod
+    def of(cls, layers: int) -> InlineCounts:
+        """Nothing yet."""
+        return cls(np.zeros(layers, dtype=np.int64))
+
+
+class InlineLayers:
+    """Runs layers through `kernels` with an admission, and follows what it does from the log.
+
+    Two kinds of passes: those of mode REPLAY leave everything to the device, with or without a captured graph; those
+    of mode INLINE are `streamed`, and change no slot.
+
+    want: called with the keys of rows that have left the pool and are not in the arena either. direct: layers that
+    have no slots, and are read in place.
+    """
+
+    def __init__(
+        self,
+        geometry: ServiceGeometry,
+        kernels: LayerKernels,
+        slots: SlotPool,
+        cache: InlineCache,
+        state: InlineState,
+        streamed: StreamedLayers,
+        want: Callable[[Iterable[int]], None],
+        direct: DirectLayers | None = None,
+    ) -> None:
+        self.defers = True
+        self.counts = InlineCounts.of(geometry.layers)
+        self._geometry = geometry
+        self._kernels = kernels
+        self._slots = slots
+        self._cache = cache
+        self._device = state
+        self._streamed = streamed
+        self._want = want
+        self._direct = direct
+        self._captured = {
+            True: 0,
+            False: 0,
+        }  # rows of the largest captured batch, by whether its layers admit
+        self._streaming = False
+        self._pass: int | None = (
+            None  # epoch of the pass that was launched last, until it is learned or deferred
+        )
+        self._deferred: deque[tuple[Download, int]] = deque()
+        self._sure = False  # whether the passes since the last `begin` could not miss
+        # Enough for what waits until the thread books it; page-locked memory is slow to get.
+        self._spare = [state.download() for _ in range(_SPARE)]
+
+    # -- layers ------------------------------------------------------------------------------------------------
+
+    def unarmed(
+        self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The launches of a pass with no live token: what graphs are captured from. Zeros [T, H]."""
+        self._check(layer, x, topk_weights, topk_ids, 0)
+        capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            self._device.disarm()
+        fits = x.shape[0] <= self._kernels.part_tokens
+        if capturing:
+            self._captured[fits] = max(self._captured[fits], x.shape[0])
+        return self._launch(layer, x, topk_weights, topk_ids, admits=fits)
+
+    @property
+    def most_tokens(self) -> int:
+        """Live tokens of the largest step that layers can admit for. A batch of more rows than the kernels take at once
+        admits nothing, so if a graph of such a batch was captured, steps must not be padded to that."""
+        return self._captured[True] if self._captured[False] else self._kernels.part_tokens
+
+    def run(
+        self,
+        state: PassState,
+        layer: int,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """x [T, H], weights and ids [T, k] -> [T, H] in x's dtype. Rows of padding come out as zeros.
+
+        RoutingError for shapes, or in a streamed pass ids, that the model cannot have produced.
+        """
+        self._check(layer, x, topk_weights, topk_ids, state.step.tokens.count)
+        if state.mode is PassMode.REPLAY:
+            return self._launch(layer, x, topk_weights, topk_ids)
+        return self._streamed.run(state, layer, x, topk_weights, topk_ids)
+
+    def _launch(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        admits: bool = True,
+    ) -> torch.Tensor:
+        device = self._device
+        slots, pool = device.table_of[layer], self._slots.pool.tensor
+        places = None if self._direct is None else self._direct.slots_of(layer)
+        if places is not None and self._direct is not None:
+            slots, pool, admits = places, self._direct.arena, False
+        return self._kernels.run(
+            x,
+            topk_weights,
+            topk_ids,
+            slots=slots,
+            pool=pool,
+            live=device.live,
+            prefill=device.prefill,
+            counts=device.counts_of[layer],
+            tally=device.tally,
+            admission=device.admission if admits else None,
+            layer=layer,
+        )
+
+    def _check(
+        self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, live: int
+    ) -> None:
+        check_shapes(self._geometry, layer, x, topk_weights, topk_ids, live)
+        if x.shape[0] > self._device.max_tokens:
+            raise RoutingError(
+                f"layer {layer} got {x.shape[0]} tokens, but the largest batch was said to have "
+                f"{self._device.max_tokens}"
+            )
+
+    # -- slots -------------------------------------------------------------------------------------------------
+
+    def hand_over(self, heat: np.typing.NDArray[np.float64] | None) -> None:
+        """Give the device the slots as they are, and heat [L, E] if there is any news. Between steps."""
+        table, owners = self._slots.hand_over()
+        self._device.give(table, owners, heat)
+        self._sure = False
+
+    def promote(self, keys: Iterable[int]) -> None:
+        """Have rows read into the arena in the background, unless it has them."""
+        self._want(key for key in keys if not self._cache.holds(key))
+
+    def _follow(self, events: Events) -> None:
+        """Bring the mirror of slots and the arena's order up to date."""
+        admitted = events.admitted
+        rows = int(np.count_nonzero(admitted))
+        self.counts.rows += rows
+        self.counts.arena_misses += len(events.keys) - rows
+        if rows:
+            keys, evicted = events.keys[admitted], events.evicted[admitted]
+            layers = keys // self._geometry.experts
+            self.counts.by_layer += np.bincount(layers, minlength=self._geometry.layers)
+            self._slots.follow(keys, events.slots[admitted], evicted)
+            if not self._cache.full:  # nothing is evicted from an arena that has all
+                self._cache.touch(keys.tolist())
+                self.promote(key for key in evicted.tolist() if key != ABSENT)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last pass raised on its way: nobody has read its log, and part of it may still run."""
+        return self._pass is not None
+
+    def recover(self) -> None:
+        """Look at the device instead of that log. Deferred passes have been collected."""
+        self._slots.mirror(*self._device.look())
+        self._finished()
+
+    def _finished(self) -> None:
+        """The pass that was launched last has left the device."""
+        epoch, self._pass = self._pass, None
+        if epoch is not None:
+            self._cache.close_epoch(epoch)
+
+    # -- passes ------------------------------------------------------------------------------------------------
+
+    def begin(self, state: PassState) -> None:
+        """Before the forward pass; deferred passes have been collected."""
+        tokens = state.step.tokens
+        self._device.check(tokens.count)
+        self._sure = False
+        if state.mode is PassMode.REPLAY:
+            self._device.rearm(tokens.count, tokens.prefill)
+            self._pass = self._cache.launch(self._device.show_places)
+        else:
+            self._device.rearm(tokens.count, None)
+            self._streaming = True
+            self._streamed.begin(self._slots.table.numpy, tokens, state.step.epoch)
+
+    def end(self) -> None:
+        """After a forward pass that followed `begin`, or one that raised. RoutingError for bad ids, if streamed."""
+        try:
+            if self._streaming:
+                self._streaming = False
+                self._streamed.end()
+        finally:
+            self._device.disarm()
+
+    def learn(self, state: PassState) -> None:
+        """After a pass of the device: wait for it, and put what it did into its state. RoutingError for bad ids."""
+        passed = self._device.passed(self._device.answer())
+        self._finished()
+        counted, events = passed.counted, passed.events
+        self._follow(events)
+        self._check_ids(counted)
+        absent = events.keys[~events.admitted]
+        steady = counted.steady.reshape(-1)[absent]
+        state.missed.update(zip(absent.tolist(), map(float, steady.tolist()), strict=True))
+        state.missing_pairs = counted.missing
+        layers, experts = np.nonzero(counted.pairs)
+        state.routes.append(Route(layers, experts, counted.pairs[layers, experts]))
+        state.count(int(counted.pairs.sum()), passed.missed_pairs())
+
+    def begin_sure(self, state: PassState) -> None:
+        """Instead of `begin`, before a pass in which nothing can be missing. Of several such passes only the first one
+        starts the tally from zero."""
+        tokens = state.step.tokens
+        if self._sure:
+            self._device.check(tokens.count)
+            self._device.set_live(tokens.count)
+            self._device.set_prefill(tokens.count, tokens.prefill)
+        else:
+            self._device.rearm(tokens.count, tokens.prefill)
+            self._sure = True
+        self._pass = self._cache.launch(self._device.show_places)
+
+    def defer(self) -> None:
+        """Instead of `learn`, after such a pass: have what it did brought, and do not wait."""
+        counts = self._spare.pop() if self._spare else self._device.download()
+        counts.take()
+        assert self._pass is not None
+        self._deferred.append((counts, self._pass))
+        self._pass = None
+
+    def collect(self, *, wait: bool) -> LateCounts | None:
+        """What has arrived of deferred passes, with `wait` all of it."""
+        pairs: list[IntArray] = []
+        missed: list[int] = []
+        while self._deferred and (wait or self._deferred[0][0].arrived()):
+            counts, epoch = self._deferred.popleft()
+            passed = self._device.passed(counts.read())
+            self._spare.append(counts)
+            self._cache.close_epoch(epoch)
+            self._follow(passed.events)
+            self._check_sure(passed)
+            pairs.append(passed.counted.pairs)
+            missed.append(passed.missed_pairs())
+            if not wait:
+                time.sleep(
+                    0
+                )  # a thread that books several passes must not keep the stepping one from the interpreter
+        return LateCounts(np.stack(pairs), np.array(missed)) if pairs else None
+
+    @property
+    def deferred(self) -> int:
+        """Passes whose counts have not been collected."""
+        return len(self._deferred)
+
+    def _check_sure(self, passed: Passed) -> None:
+        self._check_ids(passed.counted)
+        if passed.counted.missing:
+            absent = sorted(set(passed.events.keys[~passed.events.admitted].tolist()))[:3]
+            raise StepError(
+                f"{passed.counted.missing} pairs missed in an arena that holds every row, rows {absent} first"
+            )
+
+    def _check_ids(self, counted: Counted) -> None:
+        if counted.invalid:
+            raise RoutingError(
+                f"{counted.invalid} pairs are routed to experts that do not exist; experts are "
+                f"0..{self._geometry.experts - 1}"
+            )

@@ -1,0 +1,130 @@
+"""The tensors of layers that admit their own experts, and what a pass leaves in them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ziggurat.kernels.admission import (
+    ABSENT,
+    CLOCK,
+    HEAT_MOST,
+    HEAT_UNIT,
+    LOG_HEAD,
+    STATE_WORDS,
+    Admission,
+    make_admission,
+)
+from ziggurat.residency.device_state import Counted, DeviceState
+from ziggurat.residency.passes import IntArray
+from ziggurat.residency.slots import IntArray32
+from ziggurat.residency.transfers import EventFactory, Uploads
+
+_EVENT = 4  # words: clock, key, slot, evicted key
+_HOST_TO_DEVICE = 4  # the host's heat halves in 1024 steps, the device's in 256, so its sums are a quarter
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Part of the log, in order; all int32 [N]. slots: -1 where a row was not in the arena. evicted: keys or -1."""
+
+    keys: IntArray32
+    slots: IntArray32
+    evicted: IntArray32
+
+    @property
+    def admitted(self) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = self.slots != ABSENT
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What a pass has counted and done."""
+
+    counted: Counted
+    events: Events
+
+    def missed_pairs(self) -> int:
+        """Pairs whose expert had no slot when its layer began, whether it got one then or not."""
+        pairs: IntArray = self.counted.pairs.reshape(-1)
+        return int(pairs[self.events.keys].sum())
+
+
+class InlineState(DeviceState):
+    """A DeviceState whose slot table belongs to an Admission; log and counts come to the host in one copy.
+
+    arena uint8 [places, stride] as the device sees it, pool uint8 [S, stride] on the device. first: of the layers that
+    admit.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        max_tokens: int,
+        arena: torch.Tensor,
+        pool: torch.Tensor,
+        *,
+        first: int = 0,
+        events: EventFactory | None = None,
+    ) -> None:
+        self._keys = layers * experts
+        self._room = (
+            1 << (self._keys - 1).bit_length()
+        )  # of the log: what one pass can fill, as a power of two
+        more = STATE_WORDS + self._room * _EVENT
+        super().__init__(layers, experts, max_tokens, pool.device, more=more, events=events)
+        with torch.inference_mode(False):
+            made = make_admission(layers, experts, arena, pool, log_events=self._room, first=first)
+        self.admission: Admission = dataclasses.replace(
+            made,
+            table=self.table,
+            state=self.more[:STATE_WORDS],
+            log=self.more[STATE_WORDS:].view(self._room, _EVENT),
+        )
+        self._places = Uploads((self._keys,), torch.int32, pool.device, depth=4, events=events)
+        self._places_version = 0
+        self._head = 0  # of the log, as far as it has been read
+
+    def show_places(self, places: IntArray32, version: int) -> None:
+        """Make the device's table of places that of the host, for what is queued from now on."""
+        if version != self._places_version:
+            self._places.send(places, self.admission.places)
+            self._places_version = version
+
+    def give(self, table: IntArray32, owners: IntArray32, heat: npt.NDArray[np.float64] | None) -> None:
+        """Slots as the host has filled them: table [L, E], owners [S]; heat [L, E] as in HeatMap, None leaves it.
+
+        For the start and for tests: waits for the device.
+        """
+        to = self.admission
+        to.table.copy_(torch.from_numpy(table))
+        to.owners.copy_(torch.from_numpy(owners))
+        if heat is not None:
+            units = np.minimum(heat.reshape(-1) * (HEAT_UNIT / _HOST_TO_DEVICE), HEAT_MOST)
+            to.heat.copy_(torch.from_numpy(units.astype(np.int32)))
+            to.last.copy_(to.state[CLOCK : CLOCK + 1].expand(self._keys))
+
+    def look(self) -> tuple[IntArray32, IntArray32]:
+        """Table [L, E] and owners [S] as everything queued so far leaves them; what the log has beside that is taken
+        for read. Waits for the device."""
+        self._head = _head(self.admission.state.cpu().numpy())
+        return self.admission.table.cpu().numpy(), self.admission.owners.cpu().numpy()
+
+    def passed(self, words: npt.NDArray[np.int32]) -> Passed:
+        """What a pass did, from the words downloaded behind it. Every pass must be asked about, in order."""
+        more = self.behind(words)
+        head = _head(more)
+        numbers = np.arange(self._head, self._head + ((head - self._head) & 0xFFFFFFFF)) % self._room
+        self._head = head
+        found = more[STATE_WORDS:].reshape(self._room, _EVENT)[numbers]
+        return Passed(self.parse(words), Events(found[:, 1], found[:, 2], found[:, 3]))
+
+
+def _head(state: npt.NDArray[np.int32]) -> int:
+    return int(state[LOG_HEAD]) & 0xFFFFFFFF
