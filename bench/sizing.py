@@ -33,8 +33,8 @@ MAX_TOKENS = 2048  # vLLM's --max-num-batched-tokens
 class Example:
     """A model on a machine.
 
-    free_device: bytes of each GPU that vLLM leaves for the pool, the kernels and the staging of prompts. free_host: of the
-    whole machine, once vLLM runs. pool, host: the configuration's sizes. link: bytes a second.
+    free_device: bytes of each GPU that vLLM leaves for the pool, the kernels and the staging of prompts. free_host: of
+    the whole machine, once vLLM runs. pool, host: the configuration's sizes. link: bytes a second.
     """
 
     name: str
