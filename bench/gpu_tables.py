@@ -117,6 +117,7 @@ def _coverage(label: str, run: Mapping[str, Any], reference: float) -> list[str]
 def serve(result: Mapping[str, Any], markdown: Markdown) -> str:
     """One row for each server, with its ratio to stock vLLM in the same rounds."""
     loads = result["loads"]
+    replayed = any("ratio_to_replay" in found for found in result["servers"].values())
     rows = []
     for found in result["servers"].values():
         cells = []
@@ -125,6 +126,9 @@ def serve(result: Mapping[str, Any], markdown: Markdown) -> str:
             speed = found["median_tokens_per_s"].get(n)
             ratio = found.get("ratio_to_stock", {}).get(n)
             cells += ["" if speed is None else f"{speed:.0f} tok/s", "" if ratio is None else f"{ratio:.3f}"]
+            if replayed:
+                of_replay = found.get("ratio_to_replay", {}).get(n)
+                cells.append("" if of_replay is None else f"{of_replay:.2f}")
         tiers = found.get("tiers")
         steps = max(1.0, tiers["steps"]) if tiers else 1.0
         rows.append(
@@ -139,7 +143,7 @@ def serve(result: Mapping[str, Any], markdown: Markdown) -> str:
     streams = [f"{load['streams']} stream{'s' if load['streams'] > 1 else ''}" for load in loads]
     header = ["server", "experts on the GPU"]
     for stream in streams:
-        header += [stream, "of stock"]
+        header += [stream, "of stock", *(["of replay"] if replayed else [])]
     return f"{markdown([*header, 'no miss', 'passes'], rows)}\n{origin(result)}\n"
 
 

@@ -1,11 +1,12 @@
 """`vllm serve` on a GPU: tiers beside stock vLLM and beside its two ways of offloading, one model, one run.
 
-    python bench/serve.py [--servers stock tiers-100 tiers-25 uva prefetch] [--rounds 4] [--sequential]
+    python bench/serve.py [--servers stock tiers-100 inline-25 replay-25 uva ...] [--at-once 5] [--seconds N]
 
-The demo model in bfloat16 (made from `bench/models` at the start), CUDA graphs on, greedy. All servers are started
-together and one at a time is sent requests while the others idle. Rounds go over the servers in turn, and a ratio is
-the median of the rounds' ratios to stock vLLM. The offloading peers hold as many expert bytes on the GPU as 25 %
-coverage does, or more. Written to `serve.json` in the result folder.
+The demo model in bfloat16 (made from `bench/models` at the start), CUDA graphs on, greedy. A group of servers is
+started together and one at a time is sent requests while the others idle; then the next group. Rounds go over the
+servers in turn, and a ratio is the median of the rounds' ratios to stock vLLM. The offloading peers hold as many expert
+bytes on the GPU as the coverage that they are compared with, or more. Written to `serve.json` in the result folder
+after each group.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ MODEL = ROOT / "bench" / "models" / "demo-moe-fp8"
 HELDOUT = ROOT / "bench" / "models" / "heldout.txt.xz"
 READY_SECONDS = 240.0
 STOCK = "stock"
-PROFILED = (STOCK, "tiers-100", "tiers-25")
+PROFILED = (STOCK, "tiers-100", "inline-25")
 PROFILED_TOKENS = 48
 
 
 def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
+    began = time.monotonic()
     origin = provenance(["bench/serve.py", *arguments], at=options.commit)
     loads = (Load(1, options.single_tokens), Load(options.streams, options.stream_tokens))
     path = (options.results or results_folder(origin["machine"].get("gpu"))) / "serve.json"
@@ -52,15 +54,23 @@ def main(arguments: Sequence[str]) -> int:
         model = work / "demo"
         write_bf16_copy(MODEL, model)
         bench = Bench(model, work, loads, options)
-        groups = [[one] for one in options.servers] if options.sequential else [list(options.servers)]
-        for group in groups:
+        for group in groups(options.servers, options.at_once):
+            if time.monotonic() - began > options.seconds:
+                print(f"no time left for {', '.join(group)}", flush=True)
+                bench.skipped += group
+                continue
             bench.run(group)
-    result = {**bench.result(), **origin}
-    write_json(path, result)
-    print(table(result))
+            result = {**bench.result(), **origin}
+            write_json(path, result)
+        print(table(result))
     if options.logs is not None:
         bench.save_logs(options.logs)
     return 0 if len(bench.measured) == len(options.servers) else 1
+
+
+def groups(names: Sequence[str], at_once: int) -> list[list[str]]:
+    """The servers in order, so many at a time."""
+    return [list(names[first : first + at_once]) for first in range(0, len(names), at_once)]
 
 
 class Bench:
@@ -69,6 +79,7 @@ class Bench:
     def __init__(self, model: Path, work: Path, loads: Sequence[Load], options: argparse.Namespace) -> None:
         self.measured: dict[str, dict[str, Any]] = {}
         self.failures: dict[str, str] = {}
+        self.skipped: list[str] = []
         self._logs: dict[str, str] = {}
         self._model = model
         self._work = work
@@ -180,7 +191,9 @@ class Bench:
             }
             if stock is not None:
                 found["ratio_to_stock"] = _ratios(found["tokens_per_s"], stock["tokens_per_s"])
-        tiers = [self._tokens[name] for name in self.measured if SETUPS[name].coverage is not None]
+            replay = self.measured.get(name.replace("inline-", "replay-"))
+            if name.startswith("inline-") and replay is not None:
+                found["ratio_to_replay"] = _ratios(found["tokens_per_s"], replay["tokens_per_s"])
         return {
             "what": "generated tokens a second of vLLM servers, prefill of the prompts included",
             "model": MODEL.name,
@@ -189,8 +202,18 @@ class Bench:
             "expert_bytes": self._expert_bytes,
             "servers": self.measured,
             "failures": self.failures,
-            "tiers_gave_the_same_tokens": all(one == tiers[0] for one in tiers) if len(tiers) > 1 else None,
+            "skipped": self.skipped,
+            "tiers_gave_the_same_tokens": self._same_tokens(),
         }
+
+    def _same_tokens(self) -> bool | None:
+        """Whether all servers with the same rows gave the same tokens; None if none can be compared."""
+        by_codec: dict[str, list[list[int]]] = {}
+        for name in self.measured:
+            if SETUPS[name].coverage is not None and name in self._tokens:
+                by_codec.setdefault(SETUPS[name].codec, []).append(self._tokens[name])
+        compared = [one for one in by_codec.values() if len(one) > 1]
+        return all(tokens == one[0] for one in compared for tokens in one) if compared else None
 
     def save_logs(self, path: Path) -> None:
         """The end of every server's log, in one file."""
@@ -225,7 +248,7 @@ def table(result: dict[str, Any]) -> str:
     """The result as lines of text."""
     streams = [str(load["streams"]) for load in result["loads"]]
     head = "".join(f"{f'{n} stream(s)':>15}{'of stock':>10}" for n in streams)
-    lines = [f"{'server':<12}{'ready s':>8}{'MB on GPU':>11}{head}{'0-miss':>8}{'passes':>8}"]
+    lines = [f"{'server':<14}{'ready s':>8}{'MB on GPU':>11}{head}{'0-miss':>8}{'passes':>8}"]
     for name, found in result["servers"].items():
         cells = "".join(
             f"{found['median_tokens_per_s'].get(n, 0.0):>15.1f}{found.get('ratio_to_stock', {}).get(n, 0.0):>10.3f}"
@@ -234,8 +257,11 @@ def table(result: dict[str, Any]) -> str:
         tiers = found.get("tiers")
         steps = max(1.0, tiers["steps"]) if tiers else 1.0
         more = f"{tiers['steps_without_miss'] / steps:>8.1%}{tiers['passes'] / steps:>8.2f}" if tiers else ""
+        if "ratio_to_replay" in found:
+            told = ", ".join(f"{n}: {ratio:.2f}" for n, ratio in found["ratio_to_replay"].items())
+            more += f"  of replay {told}"
         lines.append(
-            f"{name:<12}{found['ready_s']:>8.0f}{found['expert_bytes_on_gpu'] / 1e6:>11.1f}{cells}{more}"
+            f"{name:<14}{found['ready_s']:>8.0f}{found['expert_bytes_on_gpu'] / 1e6:>11.1f}{cells}{more}"
         )
     for name, found in result["servers"].items():
         if "span_us" in found.get("profile", {}):
@@ -257,14 +283,16 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--single-tokens", type=int, default=384, help="generated by the single stream")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--stream-tokens", type=int, default=128, help="generated by each of the streams")
-    parser.add_argument(
-        "--sequential", action="store_true", help="one server at a time instead of all at once"
-    )
+    parser.add_argument("--at-once", type=int, default=5, help="servers that are up at the same time")
+    parser.add_argument("--seconds", type=float, default=900.0, help="begin no further group after that")
     parser.add_argument("--profile", action="store_true", help="trace one stream of some servers at the end")
     parser.add_argument("--logs", type=Path, default=None, help="file for the ends of the servers' logs")
     parser.add_argument("--results", type=Path, default=None, help="folder; default: one named after the GPU")
     parser.add_argument("--commit", default=None, help="what to record where there is no git history")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.at_once < 1:
+        parser.error("--at-once is at least 1")
+    return options
 
 
 if __name__ == "__main__":

@@ -20,12 +20,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import gpu_tables, sizing  # noqa: E402
+from bench import gpu_tables, inline_tables, sizing, study_tables  # noqa: E402
 from bench.results_io import RESULTS, read_json  # noqa: E402
 from ziggurat.residency.metric_specs import markdown_table  # noqa: E402
 
 README = ROOT / "README.md"
-PAGES = (README, *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "metrics", "sizing")))
+PAGES = (
+    README,
+    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "metrics", "performance", "sizing")),
+)
 _RESULTS = re.compile(
     r"(?P<begin><!-- results:begin (?P<name>[a-z0-9_/-]+) -->\n).*?(?P<end><!-- results:end (?P=name) -->)",
     re.DOTALL,
@@ -156,12 +159,17 @@ RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "heldout_loss": heldout_loss,
     "throughput": throughput,
     "boot": boot,
+    "admission_policy": lambda result: study_tables.admission_policy(result, markdown),
+    "lookahead": lambda result: study_tables.lookahead(result, markdown),
 }
 
 GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]] = {
     "kernels": gpu_tables.kernels,
     "transfers": gpu_tables.transfers,
     "harness": gpu_tables.harness,
+    "inline": inline_tables.inline,
+    "churn": inline_tables.churn,
+    "inline_gather": inline_tables.inline_gather,
     "serve": gpu_tables.serve,
     "gate": gpu_tables.gate,
     "profile": gpu_tables.profile,

@@ -283,8 +283,10 @@ class DeviceLayers:
             self._device.set_live(state.step.tokens.count)
         else:
             self._device.arm(state.step.tokens.count, None)
-            self._device.show(self._slots.table)
             self._sure = True
+        self._device.show(
+            self._slots.table
+        )  # a pool that was emptied and filled anew holds its rows elsewhere
 
     def defer(self) -> None:
         """Instead of `learn`, after a pass that cannot have missed: have its counts brought, and do not wait."""

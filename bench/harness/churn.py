@@ -1,104 +1,81 @@
-"""Steps of a captured stack while a thread churns the arena that its layers read: bits must be the resident run's.
-
-    python bench/harness/churn.py [--steps 10000] [--layers 6] [--coverage 25] [--arena 100] [--tokens 1] [--device D]
-
-Every row is made of random bytes, and a row of other bytes, or half of one, gives other outputs; so a place of the
-arena that is written to while a pass reads it shows. Status 0 if no output differs.
-"""
+"""Thousands of steps while a thread evicts rows from the arena and reads others into it: every bit as if resident."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402
+from bench.harness.measure import run_steps, start_anew, warmed
+from bench.harness.memory import SharedMemory
+from bench.harness.routing import synthetic
+from bench.harness.rows import MemoryPack
+from bench.harness.stack import Stack
+from bench.shapes import MoeShape
+from ziggurat.residency.service import StepTokens
 
-from bench.harness.measure import Tiers, run_steps, service_over  # noqa: E402
-from bench.harness.routing import synthetic  # noqa: E402
-from bench.harness.rows import MemoryPack  # noqa: E402
-from bench.harness.stack import Stack  # noqa: E402
-from bench.shapes import SHAPES, MoeShape  # noqa: E402
-
-_WARM = 16
-_READERS = 8  # the default of tiers.disk.readers
-
-
-def main(arguments: Sequence[str]) -> int:
-    options = _parse(arguments)
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    found = churned(SHAPES[options.shape], device, options)
-    print(json.dumps(found), flush=True)
-    return 0 if found["same_bits"] else 1
+#: Rows of 0.4 MiB: large enough that a gather takes a while, small enough for thousands of steps.
+SHAPE = MoeShape("churned", 6, 64, 6, 1024, 512)
+_DIFFERENT = 64  # steps, which come again and again
+_TOKENS = 4
+_WARM = 8
+_ABSENT = 12  # rows that the arena has no place for: some steps find everything, others do not
 
 
-def churned(model: MoeShape, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """Both runs and what the thread did meanwhile."""
-    shape = model.with_layers(options.layers)
+def churn(
+    device: torch.device,
+    codec: str,
+    steps: int,
+    *,
+    left: Callable[[], float],
+    shape: MoeShape = SHAPE,
+    distinct: int = 256,
+) -> dict[str, Any]:
+    """A pool of a quarter of the rows over an arena that lacks a few. left: seconds for more; it stops without any."""
+    started = time.perf_counter()
     routing = synthetic(
-        _WARM + options.steps, shape.layers, shape.experts, shape.top_k, options.tokens, zipf=0.8
+        _DIFFERENT + _WARM, shape.layers, shape.experts, shape.top_k, _TOKENS, zipf=1.1, drift=0.3
     )
-    pack = MemoryPack(shape, options.codec, distinct=2 * shape.experts)
     stack = Stack(routing, shape.hidden, device)
+    pack = MemoryPack(shape, codec, distinct)
     graph = device.type == "cuda"
-    whole = Tiers(shape.rows, _READERS, device, options.tokens, {"mode": "auto"})
-    with service_over(pack, shape, whole) as service:
-        resident = run_steps(service, stack, routing, warm=_WARM, graph=graph)
-    if graph:
-        torch.cuda.empty_cache()
-    slots = max(1, round(shape.rows * options.coverage / 100))
-    places = max(2 * _READERS, round(shape.rows * options.arena / 100))
-    tiers = Tiers(slots, places, device, options.tokens, {"mode": "inline"})
-    with (
-        service_over(pack, shape, tiers) as service,
-        service.churn(seed=options.seed, most=options.most) as churn,
-    ):
-        run = run_steps(service, stack, routing, warm=_WARM, graph=graph)
-        value = service.metrics.value
-        rows = int(value("ziggurat_inline_rows_total"))
-        arena_misses = int(value("ziggurat_arena_misses_total"))
+    outcomes: Counter[str] = Counter()
+    with SharedMemory(shape, pack, device, _TOKENS) as memory:
+        with memory.service(shape.rows, "auto") as service:
+            full = run_steps(service, stack, routing, warm=_WARM, graph=graph)
+        expected = torch.stack(full.outputs)
+        # Counted on the device: comparing must not slow steps down to where nothing overlaps.
+        different = torch.zeros((), dtype=torch.int64, device=device)
+        with memory.service(shape.rows // 4, "inline", places=shape.rows - _ABSENT) as service:
+            start_anew(service)
+            forward = warmed(service, stack, routing, _WARM, graph=graph)
+            done = 0
+            with service.churn(seed=1) as thread:
+                while done < steps and left() > 0:
+                    number = done % _DIFFERENT
+                    stack.load(_WARM + number)
+                    result = service.run_step(forward, StepTokens(_TOKENS))
+                    outcomes[result.outcome] += 1
+                    different += (result.value.view(torch.int16) != expected[number].view(torch.int16)).any()
+                    done += 1
+            service.collect()
+            rows = int(service.metrics.value("ziggurat_inline_rows_total"))
+            absent = int(service.metrics.value("ziggurat_arena_misses_total"))
     return {
-        "shape": shape.name,
         "layers": shape.layers,
-        "codec": options.codec,
-        "tokens": options.tokens,
-        "steps": options.steps,
-        "slots": slots,
-        "places": places,
-        "graph": graph,
-        "evicted": churn.evicted,
-        "filled": churn.filled,
-        "inline_rows": rows,
-        "arena_misses": arena_misses,
-        "outcomes": dict(sorted(run.outcomes.items())),
-        "same_bits": run.same_bits(resident),
+        "experts": shape.experts,
+        "row_kib": round(pack.header.stride / 1024, 1),
+        "tokens": _TOKENS,
+        "steps": done,
+        "wanted_steps": steps,
+        "steps_with_other_bits": int(different),
+        "outcomes": dict(sorted(outcomes.items())),
+        "rows_fetched_by_the_device": rows,
+        "rows_missing_in_the_arena": absent,
+        "evicted_from_the_arena": thread.evicted,
+        "read_into_the_arena": thread.filled,
+        "seconds": round(time.perf_counter() - started, 1),
     }
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Steps beside a thread that churns the arena.")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="deepseek-v4-flash")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--codec", choices=("w2", "fp4", "bf16"), default="w2")
-    parser.add_argument("--tokens", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--coverage", type=float, default=25, help="percent of the experts in the pool")
-    parser.add_argument(
-        "--arena", type=float, default=100, help="percent of the experts that it has places for"
-    )
-    parser.add_argument("--most", type=int, default=2, help="rows that leave or come at a time")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

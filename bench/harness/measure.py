@@ -136,6 +136,33 @@ def run_steps(
     A step's time runs from an idle device to an idle device: an engine needs a step's logits before the next one.
     graph: capture the stack first; needs a CUDA device.
     """
+    forward = warmed(service, stack, routing, warm, graph=graph)
+    tokens = StepTokens(stack.tokens)
+    for step in range(warm):
+        stack.load(step)
+        service.run_step(forward, tokens)
+    run = Run(service.slots.slots)
+    rows_before = _rows(service)
+    missed_before = missed_pairs(service)
+    for step in range(warm, routing.steps):
+        stack.load(step)
+        synchronize(stack.device)
+        started = time.perf_counter()
+        result = service.run_step(forward, tokens)
+        synchronize(stack.device)
+        run.ms.append((time.perf_counter() - started) * 1e3)
+        run.passes.append(result.passes)
+        run.misses.append(missed_pairs(service) - missed_before)
+        missed_before += run.misses[-1]
+        run.outcomes[result.outcome] += 1
+        if keep_outputs:
+            run.outputs.append(result.value.clone())
+    run.rows = _rows(service) - rows_before
+    return run
+
+
+def warmed(service: ExpertService, stack: Stack, routing: Routing, warm: int, *, graph: bool) -> Forward:
+    """What runs the stack over tiers that hold what the warm-up steps route to."""
     counts = routing.counts(0, warm)
     service.heat.counts += _TRACE_OF_HEAT  # so that the arena is filled with all the others, too
     for layer in range(routing.layers):
@@ -147,31 +174,16 @@ def run_steps(
     if graph:
         with service.paused():
             forward.capture()
-    tokens = StepTokens(stack.tokens)
-    for step in range(warm):
-        stack.load(step)
-        service.run_step(forward, tokens)
-    run = Run(service.slots.slots)
-    rows_before = _rows(service)
-    missed_before = _missed(service)
-    for step in range(warm, routing.steps):
-        stack.load(step)
-        _synchronize(stack.device)
-        started = time.perf_counter()
-        result = service.run_step(forward, tokens)
-        _synchronize(stack.device)
-        run.ms.append((time.perf_counter() - started) * 1e3)
-        run.passes.append(result.passes)
-        run.misses.append(_missed(service) - missed_before)
-        missed_before += run.misses[-1]
-        run.outcomes[result.outcome] += 1
-        if keep_outputs:
-            run.outputs.append(result.value.clone())
-    run.rows = _rows(service) - rows_before
-    return run
+    return forward
 
 
-def _missed(service: ExpertService) -> int:
+def start_anew(service: ExpertService) -> None:
+    """Forget what earlier steps have left in pool and heat; the arena keeps its rows."""
+    service.resize(service.slots.slots)
+    service.heat.counts[:] = 0.0
+
+
+def missed_pairs(service: ExpertService) -> int:
     """Pairs so far whose expert was not in the pool; of steps that nobody waited for, too."""
     service.collect()
     return int(service.metrics.value("ziggurat_missed_pairs_total"))
@@ -183,6 +195,6 @@ def _rows(service: ExpertService) -> int:
     return int(sum(service.metrics.value(name, source, "pool") for source in ("arena", "pack")))
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ziggurat.residency.prediction import PredictionError, load_routing
+
 IdArray = npt.NDArray[np.int32]
 
 
@@ -84,6 +86,38 @@ def synthetic(
     return Routing(ids, experts, f"synthetic: zipf {zipf}, drift {drift}, seed {seed}")
 
 
+def load_trace(path: Path) -> npt.NDArray[np.integer]:
+    """The `topk_ids` or `ids` of an .npz: integers [sequences, positions, layers, top_k]; TraceError if it has none."""
+    try:
+        return load_routing(path)
+    except PredictionError as error:
+        raise TraceError(str(error)) from error
+
+
+def adjustable(
+    steps: int, layers: int, experts: int, top_k: int, tokens: int, *, hit: float, hot: int, seed: int = 11
+) -> Routing:
+    """Choices of which a share `hit` falls on `hot` experts of each layer, uniformly; the others go round.
+
+    The round goes over all the other experts, so that by the time one is wanted again a pool with room for the hot ones
+    and a few rounds of a step has evicted it. Choices of a token are distinct.
+    """
+    random = np.random.default_rng(seed)
+    order = np.stack([random.permutation(experts) for _ in range(layers)])
+    cold = experts - hot
+    ids = np.empty((steps, layers, tokens, top_k), dtype=np.int32)
+    next_cold = np.zeros(layers, dtype=np.int64)
+    for step in range(steps):
+        for layer in range(layers):
+            count = random.binomial(top_k, 1 - hit, size=tokens)
+            for token, wanted in enumerate(np.minimum(count, cold).tolist()):
+                away = (next_cold[layer] + np.arange(wanted)) % cold
+                next_cold[layer] += wanted
+                near = random.choice(hot, top_k - wanted, replace=False)
+                ids[step, layer, token] = order[layer, np.concatenate([near, hot + away])]
+    return Routing(ids, experts, f"synthetic: {hit:.0%} of the choices on {hot} experts a layer, seed {seed}")
+
+
 def recorded(path: Path, tokens: int, *, repeat: int = 1, steps: int | None = None) -> Routing:
     """A trace file's sequences decoded side by side: token t of every step belongs to one sequence.
 
@@ -94,18 +128,7 @@ def recorded(path: Path, tokens: int, *, repeat: int = 1, steps: int | None = No
     Raises:
         TraceError: no such trace in the file, or it has fewer sequences than tokens or fewer positions than steps.
     """
-    try:
-        with np.load(path) as file:
-            name = next((name for name in ("topk_ids", "ids") if name in file.files), None)
-            if name is None:
-                raise TraceError(f"{path.name} holds {', '.join(file.files)}, but neither topk_ids nor ids")
-            trace = file[name]
-    except (OSError, ValueError) as error:
-        raise TraceError(f"{path.name} is no trace: {error}") from error
-    if trace.ndim != 4:
-        raise TraceError(
-            f"{path.name}: ids are {list(trace.shape)}, not [sequences, positions, layers, top_k]"
-        )
+    trace = load_trace(path)
     sequences, positions = trace.shape[:2]
     wanted = positions if steps is None else steps
     if tokens > sequences or wanted > positions:

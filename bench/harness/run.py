@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from bench.harness.measure import Run, Tiers, run_steps, service_over  # noqa: E402
+from bench.harness.memory import READERS  # noqa: E402
 from bench.harness.routing import Routing, TraceError, recorded, synthetic  # noqa: E402
 from bench.harness.rows import MemoryPack  # noqa: E402
 from bench.harness.stack import Stack  # noqa: E402
@@ -69,12 +70,12 @@ def measure(
     pack = MemoryPack(shape, options.codec, options.distinct)
     stack = Stack(routing, shape.hidden, device, dense_bytes=round(options.dense_mb * 1e6))
     graph = device.type == "cuda"
-    link = _link_gb_per_s(device) if graph else None
+    link = link_gb_per_s(device) if graph else None
     reference: Run | None = None
     lines = []
     for percent in sorted(options.coverage, reverse=True):
         slots = max(1, round(shape.rows * percent / 100))
-        places = _READERS + (shape.rows if slots < shape.rows else 0)
+        places = READERS + (shape.rows if slots < shape.rows else 0)
         miss = {"mode": options.miss} if options.miss else {}
         tiers = Tiers(slots, places, device, routing.tokens, miss)
         with service_over(pack, shape, tiers) as service:
@@ -112,10 +113,6 @@ def measure(
     }
 
 
-#: Staging places of a service's arena, the default of tiers.disk.readers.
-_READERS = 8
-
-
 def _routing(options: argparse.Namespace, tokens: int) -> Routing:
     steps = options.warm + options.steps
     if options.trace is not None:
@@ -139,7 +136,7 @@ def _shape(shape: MoeShape, routing: Routing) -> MoeShape:
     )
 
 
-def _link_gb_per_s(device: torch.device) -> float:
+def link_gb_per_s(device: torch.device) -> float:
     """Pinned host memory to the device, the best of a few copies of 256 MiB."""
     host = torch.empty(256 * _MIB, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(host, device=device)

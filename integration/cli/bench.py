@@ -18,6 +18,10 @@ BENCHMARKS = {
     "transfers": ("bench/transfers.py", "host rows to slots on a GPU, against the link"),
     "kernels": ("bench/kernels.py", "GPU kernels of a layer against their floor, beside vLLM's"),
     "harness": ("bench/harness/run.py", "decode steps of MoE layers through the tiers, without a model"),
+    "inline": ("bench/harness/inline.py", "steps whose layers fetch their own misses, beside replay"),
+    "inline-gather": ("bench/inline_gather.py", "the gather inside a graph against the link"),
+    "admission": ("bench/admission_policy.py", "who chooses what leaves the pool, on recorded routing"),
+    "lookahead": ("bench/lookahead.py", "guesses of the next layer's experts, and their worth"),
     "serve": ("bench/serve.py", "vllm serve on a GPU, beside stock vLLM"),
 }
 """Name on the command line -> script in the checkout, and what it measures."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,8 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ziggurat.integration.cli.bench import checkout
 from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.cli.options import ConfigOption, ModelArgument, TensorParallelOption, read_inputs
+from ziggurat.integration.estimates import Given, estimate
 from ziggurat.integration.preflight import DEFAULT_MAX_TOKENS, chunk_advice, plan_for
 from ziggurat.residency.budget_plan import Plan
 from ziggurat.residency.sizes import format_bytes
@@ -46,8 +49,8 @@ def plan(
     link: Annotated[
         float | None,
         typer.Option(
-            help="GB/s from locked host memory to the GPU (`ziggurat bench transfers` measures it): with --compute, the"
-            " plan says how many tokens a chunk of a prompt should have."
+            help="GB/s from locked host memory to the GPU (`ziggurat bench transfers` measures it): how long the rows"
+            " of a decode step take; with --compute, how many tokens a chunk of a prompt should have."
         ),
     ] = None,
     compute: Annotated[
@@ -56,20 +59,36 @@ def plan(
             help="TFLOP/s of the experts' kernels on large batches (`ziggurat bench kernels` measures it)."
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Recorded routing of this model, an .npz with topk_ids [sequences, positions, layers, top-k]: how many"
+            " rows a decode step will miss. Without it the heat file is asked."
+        ),
+    ] = None,
+    step_ms: Annotated[
+        float | None, typer.Option(help="Milliseconds of a decode step with every expert on the GPU.")
+    ] = None,
+    decode_tokens: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON, also if it is refused.")
     ] = False,
 ) -> None:
     """Show bytes per tier, coverage and floors of MODEL; status 1 and one line if it cannot work here."""
-    _check_rates(link, compute)
+    _check_rates(link, compute, step_ms)
+    given = Given(decode_tokens, link, step_ms, trace)
     folder, tiers = read_inputs(model, config)
     advice = None
     with Checkpoint.open(folder) as checkpoint:
         result = plan_for(checkpoint, tiers, tp, graph_tokens=graph_tokens, max_tokens=max_tokens)
         if link is not None and compute is not None:
             advice = chunk_advice(checkpoint, result, link=link * 1e9, compute=compute * 1e12)
+        decode = estimate(checkpoint, tiers, result, given, checkout() / "bench" / "results")
     if as_json:
-        said = {"prompts": None if advice is None else asdict(advice)}
+        said = {
+            "prompts": None if advice is None else asdict(advice),
+            "decode": None if decode is None else decode.to_json(),
+        }
         typer.echo(json.dumps({**result.to_json(), **said}, indent=2))
     else:
         console = Console(highlight=False)
@@ -78,16 +97,21 @@ def plan(
         for note in result.notes:
             console.print(f"note: {note}", markup=False)
         if advice is not None:
-            console.print(advice.line(), markup=False)
+            console.print(advice.line(), markup=False, soft_wrap=True)
+        # Without an estimate only somebody who asked for one wants to know why.
+        if decode is not None and (decode.step is not None or given.asks):
+            for line in decode.lines():
+                console.print(line, markup=False, soft_wrap=True)
     result.require()
 
 
-def _check_rates(link: float | None, compute: float | None) -> None:
-    for name, rate in (("--link", link), ("--compute", compute)):
-        if rate is None and (link is not None or compute is not None):
-            raise CliError(f"{name} is missing: advice on prompts needs --link and --compute")
+def _check_rates(link: float | None, compute: float | None, step_ms: float | None) -> None:
+    if compute is not None and link is None:
+        raise CliError("--link is missing: advice on prompts needs --link and --compute")
+    for name, rate in (("--link", link), ("--compute", compute), ("--step-ms", step_ms)):
         if rate is not None and not (math.isfinite(rate) and rate > 0):
-            raise CliError(f"{name}: a rate is a number greater than 0, not {rate}")
+            what = "a time" if name == "--step-ms" else "a rate"
+            raise CliError(f"{name}: {what} is a number greater than 0, not {rate}")
 
 
 def _tiers(result: Plan, folder: str) -> Table:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,14 +84,20 @@ def test_commands(name: str, tmp_path: Path) -> None:
         assert command[1:4] == ["-m", "vllm.entrypoints.cli.main", "serve"]
         return
     config = load_config(tmp_path / f"{name}.yaml")
-    assert config.tiers.device.size == Size.parse({"tiers-100": "100%", "tiers-25": "25%"}[name])
-    assert config.codecs.base == "bf16"
+    mode, percent = name.split("-")[:2]
+    assert config.tiers.device.size == Size.parse(f"{percent}%")
+    assert config.miss.mode == {"tiers": "auto"}.get(mode, mode)
+    assert config.codecs.base == ("w2" if name.endswith("-w2") else "bf16")
     assert config.tiers.disk.path.is_dir()
 
 
 def test_offloading_peers_keep_at_least_a_quarter_on_the_gpu() -> None:
-    for name in ("tiers-25", "uva", "prefetch"):
+    for name in ("inline-25", "uva", "prefetch"):
         assert SETUPS[name].resident_bytes(EXPERT_BYTES, 6) >= EXPERT_BYTES // 4
+    for name in ("replay-50", "uva-50", "prefetch-50"):
+        assert SETUPS[name].resident_bytes(EXPERT_BYTES, 6) == EXPERT_BYTES // 2
+    assert SETUPS["inline-50-w2"].resident_bytes(EXPERT_BYTES, 6) == round(EXPERT_BYTES / 2 * 2.25 / 16)
+    assert SETUPS["prefetch-50"].arguments(EXPERT_BYTES, 6)[:4][-1] == "4"
     uva = SETUPS["uva"].arguments(EXPERT_BYTES, 6)
     assert float(uva[1]) * 2**30 == pytest.approx(0.75 * EXPERT_BYTES, rel=1e-3)
     assert SETUPS["prefetch"].arguments(EXPERT_BYTES, 6)[:4] == [
@@ -105,3 +112,44 @@ def test_offloading_peers_keep_at_least_a_quarter_on_the_gpu() -> None:
 def test_a_ratio_is_the_median_of_rounds() -> None:
     assert serve._ratios({"1": [50.0, 90.0, 80.0]}, {"1": [100.0, 100.0, 100.0]}) == {"1": 0.8}
     assert serve._ratios({"1": []}, {"1": [1.0]}) == {}
+
+
+def test_groups_of_servers_are_up_together() -> None:
+    assert serve.groups(["a", "b", "c"], 2) == [["a", "b"], ["c"]]
+    assert serve.groups(["a", "b", "c"], 1) == [["a"], ["b"], ["c"]]
+
+
+def result_of(measured: dict[str, tuple[list[float], list[int]]], tmp_path: Path) -> dict[str, Any]:
+    """What the benchmark makes of tokens a second and generated tokens, by server."""
+    bench = object.__new__(serve.Bench)
+    bench.measured = {name: {"tokens_per_s": {"1": speeds}} for name, (speeds, _) in measured.items()}
+    bench.failures, bench.skipped = {}, []
+    bench._tokens = {name: tokens for name, (_, tokens) in measured.items()}
+    bench._model, bench._loads, bench._rounds = tmp_path, (Load(1, 4),), 2
+    bench._expert_bytes, bench._layers = EXPERT_BYTES, 6
+    return bench.result()
+
+
+def test_inline_is_compared_with_replay_of_the_same_pool(tmp_path: Path) -> None:
+    found = result_of(
+        {
+            "stock": ([100.0, 100.0], [1]),
+            "inline-25": ([60.0, 66.0], [2]),
+            "replay-25": ([30.0, 33.0], [2]),
+            "inline-25-w2": ([90.0, 90.0], [3]),
+        },
+        tmp_path,
+    )
+    servers = found["servers"]
+    assert servers["inline-25"]["ratio_to_replay"] == {"1": 2.0}
+    assert servers["inline-25"]["ratio_to_stock"] == {"1": 0.63}
+    assert "ratio_to_replay" not in servers["inline-25-w2"]
+    assert found["tiers_gave_the_same_tokens"] is True
+
+
+def test_tokens_are_compared_among_servers_with_the_same_rows(tmp_path: Path) -> None:
+    speeds = [1.0]
+    alone = {"tiers-100": (speeds, [1]), "tiers-100-w2": (speeds, [2]), "stock": (speeds, [3])}
+    assert result_of(alone, tmp_path)["tiers_gave_the_same_tokens"] is None
+    wrong = {**alone, "inline-50-w2": (speeds, [1])}
+    assert result_of(wrong, tmp_path)["tiers_gave_the_same_tokens"] is False

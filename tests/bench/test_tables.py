@@ -271,6 +271,103 @@ PROFILE: dict[str, Any] = {
 }
 
 
+INLINE: dict[str, Any] = {
+    "layers": 43,
+    "experts": 256,
+    "top_k": 6,
+    "hidden": 4096,
+    "intermediate": 2048,
+    "codec": "w2",
+    "row_bytes": 6912 << 10,
+    "dense_mb_per_layer": 0.0,
+    "link_gb_per_s": 54.2,
+    "cases": [
+        {
+            "label": "mapped M=1",
+            "resident_ms": {"median": 2.0, "mean": 2.0},
+            "forced": {"step_ms": {"mean": 2.06}, "overhead": 0.03, "same_bits": True},
+            "runs": [
+                {
+                    "coverage": 0.25,
+                    "inline": {
+                        "step_ms": {"mean": 10.0},
+                        "missed_rows_per_step": 60.0,
+                        "missed_mib_per_step": 405.0,
+                        "link_ms": 7.835,
+                        "ratio": 1.017,
+                        "limit_ratio": 1.276,
+                        "passes_per_step": 1.0,
+                        "same_bits": True,
+                    },
+                    "replay": {
+                        "step_ms": {"mean": 14.0},
+                        "missed_rows_per_step": 60.0,
+                        "missed_mib_per_step": 405.0,
+                        "passes_per_step": 2.0,
+                        "same_bits": False,
+                    },
+                    "predicted": {"step_ms": 10.5, "error": 0.05},
+                }
+            ],
+        },
+        {"label": "not reached"},
+    ],
+    "prompt": {
+        "tokens": 8192,
+        "coverage": 0.19,
+        "resident_ms": 600.0,
+        "streamed_ms": 1300.0,
+        "streamed_gib": 58.8,
+        "link_ms": 1165.0,
+        "ratio": 1.116,
+        "same_bits": True,
+        "decode_hits": {"steps": 50, "before": 0.6, "after": 0.61, "after_without_prompt": 0.62},
+    },
+    "timeline": {
+        "inline at 25%": {
+            "routing": "mapped M=1",
+            "kernels": [{"name": "gather_missing", "count": 43, "us": 8000.0}],
+            "span_us": 9900.0,
+            "idle_us": 100.0,
+            "gather_us": 8000.0,
+            "gather_alone_us": 7600.0,
+            "first_layers": ["0.0 +5.0 route_small"],
+        }
+    },
+    **GPU_ORIGIN,
+}
+CHURN: dict[str, Any] = {
+    "layers": 6,
+    "experts": 64,
+    "row_kib": 432.0,
+    "steps": 10000,
+    "steps_with_other_bits": 0,
+    "outcomes": {"inline": 9000, "replayed": 1000},
+    "evicted_from_the_arena": 20000,
+    "read_into_the_arena": 15000,
+    "rows_fetched_by_the_device": 90000,
+    "rows_missing_in_the_arena": 1500,
+    **GPU_ORIGIN,
+}
+INLINE_GATHER: dict[str, Any] = {
+    "runs": [
+        {
+            "row_bytes": 6912 << 10,
+            "misses": 4,
+            "tokens": 1,
+            "layer_us": {"plain": 20.0, "present": 20.9, "missing": 580.0},
+            "idle_overhead": 0.045,
+            "gather_us": gather,
+            "gather_of_link": None if gather is None else 0.93,
+            "added_of_link": 0.92,
+            "ratio": 1.07,
+        }
+        for gather in (560.0, None)
+    ],
+    **GPU_ORIGIN,
+}
+
+
 def test_gpu_tables(tmp_path: Path) -> None:
     (tmp_path / "h200").mkdir()
     contents = {
@@ -280,6 +377,9 @@ def test_gpu_tables(tmp_path: Path) -> None:
         "serve": SERVE,
         "gate": GATE,
         "profile": PROFILE,
+        "inline": INLINE,
+        "inline_gather": INLINE_GATHER,
+        "churn": CHURN,
     }
     for name, content in contents.items():
         (tmp_path / "h200" / f"{name}.json").write_text(json.dumps(content))
@@ -300,6 +400,60 @@ def test_gpu_tables(tmp_path: Path) -> None:
     )
     assert "| tiers, 25 % | 9.4 MB | 350 tok/s | 0.500 | 6500 tok/s | 0.501 | 40% | 1.70 |" in rendered
     assert "| stock vLLM | 37.7 MB | 700 tok/s | 1.000 | 13000 tok/s | 1.000 |  |  |" in rendered
+
+    assert "| mapped M=1: all resident, admitting | 2.06 ms |  |  |  | 1.030 |  |  |  | same |" in rendered
+    ratios = "7.83 ms | 1.017 | 1.276 | 1.00 | 10.50 ms (+5%) | same |"
+    assert f"| mapped M=1: 25%, inline | 10.00 ms | 60.0 | 405.0 MiB | {ratios}" in rendered
+    assert (
+        "| mapped M=1: 25%, replay | 14.00 ms | 60.0 | 405.0 MiB |  |  |  | 2.00 |  | DIFFERENT |" in rendered
+    )
+    assert "not reached" not in rendered
+    assert "| ratio to the longer of work and link | 1.116 |" in rendered
+    assert "| steps | 10000: 9000 inline, 1000 replayed |" in rendered
+    assert "| only gathers run |  | 7600 us |" in rendered
+    assert "```\n0.0 +5.0 route_small\n```" in rendered
+    times = "20.0 us | 20.9 us (+4.5%) | 580.0 us"
+    assert f"| 4 x 6.75 MiB, 1 token | {times} | 560.0 us | 0.93 | 0.92 | 1.070 |" in rendered
+    assert f"| 4 x 6.75 MiB, 1 token | {times} |  |  | 0.92 | 1.070 |" in rendered
+
+
+def test_servers_with_inline_misses_stand_beside_replay(tmp_path: Path) -> None:
+    (tmp_path / "h200").mkdir()
+    servers = {name: dict(found) for name, found in SERVE["servers"].items()}
+    first = next(iter(servers))
+    servers[first]["ratio_to_replay"] = {"1": 2.5, "32": 1.25}
+    (tmp_path / "h200" / "serve.json").write_text(json.dumps({**SERVE, "servers": servers}))
+    rendered = tables.render(marked("h200/serve"), tmp_path)
+    assert "| 1 stream | of stock | of replay | 32 streams | of stock | of replay |" in rendered
+    assert "| 2.50 |" in rendered
+    assert "| 1.25 |" in rendered
+
+
+def test_studies_of_recorded_routing(tmp_path: Path) -> None:
+    shares = {"device": 0.176, "lru": 0.2, "belady": 0.078}
+    policy = {
+        "rules": {"candidates": 32, "half_life": 256},
+        "runs": [{"trace": "demo", "tokens": 8, "coverage": 0.5, "slots": 96, "missed_share": shares}],
+        **ORIGIN,
+    }
+    guesses = {
+        "tokens": 1,
+        "coverage": 0.25,
+        "moment": "MoE input",
+        "guesses": 4,
+        "recall": 0.755,
+        "missing_per_layer": 1.7,
+        "recall_missing": 0.684,
+        "wrong_per_layer": 0.66,
+        "layer_us": {"without": 300.0, "with": 315.0, "cancelled": 264.0, "perfect": 255.0, "limit": 237.0},
+    }
+    for name, content in {"admission_policy": policy, "lookahead": {"runs": [guesses], **ORIGIN}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    rendered = tables.render(marked("admission_policy") + marked("lookahead"), tmp_path)
+    assert "| demo, 8 tokens, 50% | 96 | 17.6% | 20.0% | 7.8% |" in rendered
+    assert "32 candidates, half-life of 256 steps" in rendered
+    times = "300 us | 315 us (+5%) | 264 us (-12%) | 255 us (-15%) | 237 us |"
+    assert f"| 1 token, 25%, MoE input, 4 guesses | 76% | 1.70 | 68% | 0.66 | {times}" in rendered
 
 
 def test_what_no_gpu_was_measured_at_says_so(tmp_path: Path) -> None:

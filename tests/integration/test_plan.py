@@ -6,21 +6,28 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from ziggurat.integration import estimates
 from ziggurat.integration.cli import plan
 from ziggurat.integration.cli.failures import CliError
+from ziggurat.integration.estimates import Given
 from ziggurat.integration.packing import pack_paths, wanted_headers
+from ziggurat.integration.preflight import plan_for
 from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.cuda.workspace import workspace_bytes
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.budget import MachineLimits
 from ziggurat.residency.config import TiersConfig, load_config
 from ziggurat.residency.errors import BudgetError, ConfigError
+from ziggurat.residency.heat import HeatKey, HeatMap, save_heat
+from ziggurat.residency.prediction import GATHER_SHARE, PredictionError
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.packformat import file_bytes
 
@@ -318,14 +325,97 @@ def test_the_plan_says_how_many_tokens_a_chunk_should_have(
 @pytest.mark.parametrize(
     ("rates", "said"),
     [
-        (("--link", 50), "--compute is missing"),
         (("--compute", 50), "--link is missing"),
         (("--link", 0, "--compute", 1), "--link: a rate is a number greater than 0, not 0.0"),
         (("--link", 1, "--compute", "nan"), "--compute: a rate is a number greater than 0, not nan"),
         (("--link", "inf", "--compute", 1), "--link: a rate is a number greater than 0, not inf"),
+        (("--step-ms", 0), "--step-ms: a time is a number greater than 0, not 0.0"),
     ],
 )
 def test_rates_that_cannot_be_are_refused(folder: Path, rates: tuple[object, ...], said: str) -> None:
     result = run(DEMO, "-c", write_config(folder), *rates)
     assert isinstance(result.exception, CliError)
     assert said in str(result.exception)
+
+
+TRACE = DEMO.parents[1] / "traces" / "demo_moe.npz"
+
+
+def decode_of(path: Path, *options: object) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(DEMO, "-c", path, *options, "--json").stdout)["decode"]
+    return found
+
+
+def test_the_plan_predicts_a_decode_step_from_a_trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch)
+    path = write_config(folder, device={"size": "50%"})
+    rates = ("--link", 50, "--step-ms", 2)
+    found = decode_of(path, "--trace", TRACE, *rates)
+    assert found["tokens"] == 1
+    assert found["fetch_ms"] == pytest.approx(found["missed_rows"] * STRIDE / (50e9 * GATHER_SHARE) * 1e3)
+    assert found["step_ms"] == pytest.approx(2 + found["fetch_ms"])
+    assert 0.1 < found["missed_share"] < 0.25
+    smaller = decode_of(write_config(folder, device={"size": "25%"}), "--trace", TRACE, *rates)
+    assert smaller["missed_share"] > found["missed_share"]
+    several = decode_of(path, "--trace", TRACE, "--decode-tokens", 8, *rates)
+    assert several["missed_rows"] > 2 * found["missed_rows"]
+    lines = run(DEMO, "-c", path, "--trace", TRACE, *rates).output.splitlines()
+    assert any(line.startswith("decode of 1 token: ") and line.endswith("ms a step") for line in lines)
+
+
+def test_the_plan_predicts_from_heat_where_there_is_no_trace(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpus(monkeypatch)
+    path = write_config(folder, device={"size": "50%"})
+    nothing = decode_of(path, "--link", 50)
+    assert nothing["missed_rows"] is None
+    assert "there is no heat file" in nothing["notes"][0]
+    with Checkpoint.open(DEMO) as checkpoint:
+        h = wanted_headers(checkpoint, load_config(path), 1)[0]
+    heat = HeatMap(h.layers, h.experts)
+    heat.counts[:, :16] = 3.0
+    heat.counts[:, 16:] = 1.0
+    key = HeatKey(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
+    assert save_heat(folder / "packs" / key.filename(0, 1), key, heat).done
+    found = decode_of(path, "--link", 50)
+    assert found["missed_share"] == pytest.approx(0.25)
+    assert found["missed_rows"] == pytest.approx(6.0)
+    assert found["step_ms"] is None
+
+
+def test_a_trace_of_another_model_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch)
+    np.savez(folder / "other.npz", ids=np.zeros((2, 8, 5, 4), dtype=np.uint8))
+    result = run(DEMO, "-c", write_config(folder), "--trace", folder / "other.npz")
+    assert isinstance(result.exception, PredictionError)
+    assert "routes 5 layers to 4 of 1 experts; this model has 6 layers, top-4 of 32" in str(result.exception)
+
+
+def test_rates_of_this_gpu_are_taken_from_result_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch)
+    path = write_config(folder, device={"size": "50%"})
+    results = folder / "results"
+    (results / "card").mkdir(parents=True)
+    monkeypatch.setattr(estimates, "gpus", lambda: SimpleNamespace(gpus=(SimpleNamespace(name="A card"),)))
+    measured = {"machine": {"gpu": "A card"}, "transfers": {"peak_gb_per_s": 40.0}}
+    (results / "card" / "transfers.json").write_text(json.dumps(measured))
+    sizes = {"layers": 6, "experts": 32, "top_k": 4, "hidden": 256, "intermediate": 128, "codec": "w2"}
+    cases = [{"tokens": 1, "resident_ms": {"mean": 0.5}}]
+    (results / "card" / "inline.json").write_text(json.dumps({**sizes, "cases": cases}))
+    with Checkpoint.open(DEMO) as checkpoint:
+        config = load_config(path)
+        plan_ = plan_for(checkpoint, config, 1)
+        one = estimates.estimate(checkpoint, config, plan_, Given(trace=TRACE), results)
+        two = estimates.estimate(checkpoint, config, plan_, Given(tokens=2, trace=TRACE), results)
+        other = estimates.estimate(checkpoint, config, plan_, Given(trace=TRACE), folder)
+    assert one is not None
+    assert one.step is not None
+    assert (one.step.link_gb_per_s, one.step.resident_ms) == (40.0, 0.5)
+    assert "card/transfers.json" in one.notes[1]
+    assert two is not None
+    assert two.step is not None
+    assert two.step.resident_ms is None
+    assert other is not None
+    assert other.step is None
+    assert "--link" in other.notes[-1]

@@ -162,3 +162,15 @@ def test_a_gpu_that_is_not_here_and_activations_it_does_not_take() -> None:
         with pytest.raises(UnsupportedDeviceError, match=message):
             Placement(torch.device("cuda", 0), dtype).check_dtype(codec)
     Placement(torch.device("cuda", 0), torch.float16).check_dtype("fp4")
+
+
+def test_a_complete_pool_that_was_filled_anew_is_shown_again(packs: FakePacks, model: FakeModel) -> None:
+    x = model.inputs(3)
+    expected = packs.reference(model, x)
+    with tiers(packs, slots=48, on_device=True) as service:
+        run = Passes(model, service)
+        for seed in (None, 7):
+            service.resize(48, slot_seed=seed)
+            service.warm_start()
+            assert bits_equal(run.step(x).value, expected)
+            assert bits_equal(run.step(x).value, expected)

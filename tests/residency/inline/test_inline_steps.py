@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.fake_moe import EXPERTS, FakeModel, FakePacks, Passes, bits_equal, open_tiers, tiers
 from support.ranks import ThreadConsensus, run_ranks
@@ -318,6 +319,33 @@ class SlowEvent:
 
     def synchronize(self) -> None:
         SlowEvent.waited += 1
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_that_nobody_waits_for_costs_one_copy(packs: FakePacks) -> None:
+    """Of counts and log together; and one more operation when the number of live tokens changes."""
+    service = started(packs, slots=12, places=ROWS)
+    tokens = [1, 1, 1, 2, 2, 1]
+    service.run_step(lambda path: None, StepTokens(1))
+    found = []
+    for count in tokens:
+        with Operations() as operations:
+            service.run_step(lambda path: None, StepTokens(count))
+        found.append(operations.names)
+    copy, fill = "aten.copy_.default", "aten.fill_.Scalar"
+    assert found == [[copy], [copy], [copy], [fill, copy], [copy], [fill, copy]]
+    service.close()
 
 
 def test_a_place_rests_until_the_counts_of_passes_arrive(

@@ -1,0 +1,203 @@
+"""Decode steps with inline misses beside replayed ones and beside the all-resident step, over the same routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median
+from typing import Any
+
+from bench.harness.measure import Run, run_steps, start_anew
+from bench.harness.memory import SharedMemory
+from bench.harness.routing import Routing
+from bench.harness.stack import Stack
+from ziggurat.residency.prediction import Misses, StepEstimate, misses_of_routing
+from ziggurat.residency.service import ExpertService
+
+_MIB = 1 << 20
+INLINE, REPLAY = "inline", "replay"
+Done = Callable[[], None]
+Visit = Callable[[ExpertService, str, float], None]
+
+
+@dataclass(slots=True)
+class Case:
+    """One routing, and what was found for it. warm: steps that seed the tiers and are not measured.
+
+    resident: every row in the pool. forced: the same, but layers admit their experts nevertheless.
+    """
+
+    label: str
+    routing: Routing
+    warm: int
+    stack: Stack
+    resident: Run | None = None
+    forced: Run | None = None
+    runs: dict[float, dict[str, Run]] = field(default_factory=dict)
+    expected: dict[float, Misses] = field(default_factory=dict)
+
+
+def measure(
+    memory: SharedMemory,
+    cases: Sequence[Case],
+    coverages: Sequence[float],
+    *,
+    left: Callable[[], float],
+    done: Done,
+    modes: Sequence[str] = (INLINE, REPLAY),
+    visit: Visit = lambda service, mode, coverage: None,
+) -> None:
+    """Fills `cases`. coverages: shares of the rows. left: seconds for more; without any, no pool is begun any more.
+
+    done: called after each pool, to save what there is. visit: called with each service after its cases, the mode and
+    the coverage; the all-resident one's mode is "auto".
+    """
+    rows = memory.shape.rows
+    with memory.service(rows, "auto") as service:
+        for case in cases:
+            case.resident = run(service, case)
+        visit(service, "auto", 1.0)
+    done()
+    with memory.service(rows, INLINE) as service:
+        for case in cases:
+            case.forced = run(service, case)
+    done()
+    for coverage in coverages:
+        slots = slots_of(memory, coverage)
+        for mode in modes:
+            if left() <= 0:
+                print(f"no time left for {mode} at {coverage:.0%}", flush=True)
+                continue
+            with memory.service(slots, mode) as service:
+                for case in cases:
+                    case.runs.setdefault(coverage, {})[mode] = run(service, case)
+                visit(service, mode, coverage)
+            done()
+        for case in cases:
+            case.expected[coverage] = misses_of_routing(
+                case.routing.ids, memory.shape.experts, slots, warm=case.warm
+            )
+        done()
+
+
+def slots_of(memory: SharedMemory, coverage: float) -> int:
+    return max(1, round(memory.shape.rows * coverage))
+
+
+def run(service: ExpertService, case: Case) -> Run:
+    """The steps of a case from a warm start."""
+    start_anew(service)
+    graph = case.stack.device.type == "cuda"
+    return run_steps(service, case.stack, case.routing, warm=case.warm, graph=graph)
+
+
+def report(case: Case, stride: int, rows: int, link: float | None) -> dict[str, Any]:
+    """What goes into a result file. rows: of all layers. link: GB/s, None where there is none to measure."""
+    result: dict[str, Any] = {
+        "label": case.label,
+        "tokens": case.routing.tokens,
+        "routing": case.routing.source,
+        "warm_steps": case.warm,
+        "steps": case.routing.steps - case.warm,
+    }
+    resident = case.resident
+    if resident is None:
+        return result
+    result["resident_ms"] = _ms(resident)
+    if case.forced is not None:
+        forced = _ms(case.forced)
+        result["forced"] = {
+            "step_ms": forced,
+            "missed_rows_per_step": round(case.forced.rows / len(case.forced.ms), 3),
+            "overhead": round(forced["median"] / result["resident_ms"]["median"] - 1, 4),
+            "same_bits": case.forced.same_bits(resident),
+        }
+    result["runs"] = [
+        {
+            "coverage": coverage,
+            "slots": max(1, round(rows * coverage)),
+            **{mode: _mode(one, resident, stride, link) for mode, one in by_mode.items()},
+            **_expected(case, coverage, stride, link, by_mode),
+        }
+        for coverage, by_mode in case.runs.items()
+    ]
+    return result
+
+
+def _ms(run: Run) -> dict[str, float]:
+    return {name: round(of(run.ms), 4) for name, of in (("median", median), ("mean", mean))}
+
+
+def _mode(run: Run, resident: Run, stride: int, link: float | None) -> dict[str, Any]:
+    """One mode at one coverage. ratio: of resident step plus missed bytes over the link; limit_ratio: of the larger of
+    the two, which no order of work can beat."""
+    steps = len(run.ms)
+    rows = run.rows / steps
+    found: dict[str, Any] = {
+        "step_ms": _ms(run),
+        "passes_per_step": round(sum(run.passes) / steps, 3),
+        "outcomes": dict(sorted(run.outcomes.items())),
+        "missed_pairs_per_step": round(sum(run.misses) / steps, 3),
+        "missed_rows_per_step": round(rows, 3),
+        "missed_mib_per_step": round(rows * stride / _MIB, 3),
+        "same_bits": run.same_bits(resident),
+    }
+    if link is not None:
+        link_ms, work = rows * stride / link / 1e6, mean(resident.ms)
+        found["link_ms"] = round(link_ms, 4)
+        found["ratio"] = round(mean(run.ms) / (work + link_ms), 4)
+        found["limit_ratio"] = round(mean(run.ms) / max(work, link_ms), 4)
+    return found
+
+
+def _expected(
+    case: Case, coverage: float, stride: int, link: float | None, by_mode: dict[str, Run]
+) -> dict[str, Any]:
+    misses, resident = case.expected.get(coverage), case.resident
+    if misses is None or resident is None:
+        return {}
+    found: dict[str, Any] = {"missed_rows_per_step": round(misses.rows, 3)}
+    if link is not None:
+        estimate = StepEstimate(case.routing.tokens, misses, stride, link, mean(resident.ms))
+        assert estimate.step_ms is not None
+        found["step_ms"] = round(estimate.step_ms, 4)
+        if INLINE in by_mode:
+            found["error"] = round(estimate.step_ms / mean(by_mode[INLINE].ms) - 1, 4)
+    return {"predicted": found}
+
+
+def table(result: dict[str, Any]) -> str:
+    """One case as lines of text."""
+    if "resident_ms" not in result:
+        return f"{result['label']}: nothing measured"
+    lines = [f"{result['label']}, {result['routing']}: resident {result['resident_ms']['mean']:.3f} ms"]
+    if "forced" in result:
+        forced = result["forced"]
+        lines[0] += (
+            f", admitting without a miss {forced['step_ms']['mean']:.3f} ms ({forced['overhead']:+.1%}), "
+            f"{'same' if forced['same_bits'] else 'DIFFERENT'} bits"
+        )
+    for one in result.get("runs", ()):
+        lines += [_line(one, mode) for mode in (INLINE, REPLAY) if mode in one]
+    return "\n".join(lines)
+
+
+def _line(one: dict[str, Any], mode: str) -> str:
+    run = one[mode]
+    text = (
+        f"  {one['coverage']:>4.0%} {mode:<7}{run['step_ms']['mean']:>9.3f} ms {run['missed_rows_per_step']:>8.2f} rows"
+        f"{run['missed_mib_per_step']:>9.1f} MiB{run['passes_per_step']:>6.2f} passes"
+    )
+    if "ratio" in run:
+        text += (
+            f"  link {run['link_ms']:.3f} ms, ratio {run['ratio']:.3f}, of the limit {run['limit_ratio']:.3f}"
+        )
+    if mode == INLINE and "error" in one.get("predicted", {}):
+        text += f", predicted {one['predicted']['step_ms']:.3f} ms ({one['predicted']['error']:+.1%})"
+    return f"{text}  {'same' if run['same_bits'] else 'DIFFERENT'} bits"
+
+
+def all_same(result: dict[str, Any]) -> bool:
+    """Whether every run of a case has the bits of the all-resident one."""
+    runs = [one[mode] for one in result.get("runs", ()) for mode in (INLINE, REPLAY) if mode in one]
+    return all(one["same_bits"] for one in [*runs, *([result["forced"]] if "forced" in result else [])])

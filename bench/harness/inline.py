@@ -1,0 +1,261 @@
+"""Inline misses at real sizes without a model: decode beside replay and beside the all-resident step, churn, a prompt.
+
+    python bench/harness/inline.py [--parts decode prompt timeline churn] [--shape deepseek-v4-flash] [--tokens 1 8]
+                                   [--coverage 50 25 19] [--routing mapped adjustable] [--hit 0.9]
+
+One process and one arena for everything, since locking 70 GiB takes a minute. Coverages run the same steps, and outputs
+are compared bit by bit with those of the run with every expert resident. The link is measured in the same run, by large
+copies from page-locked memory. Routing: `mapped` is the recorded routing of a small model mapped onto the shape
+(bench/harness/mapping.py), `adjustable` sends a share --hit of the choices to a few hot experts of each layer. Written
+to `inline.json` in the result folder after each pool, so that a run that is cut short leaves what it has; churn, which
+has a shape of its own, to `churn.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from bench.harness import decode, prefill, timeline  # noqa: E402
+from bench.harness.churn import churn  # noqa: E402
+from bench.harness.decode import Case  # noqa: E402
+from bench.harness.mapping import mapped  # noqa: E402
+from bench.harness.memory import SharedMemory  # noqa: E402
+from bench.harness.routing import adjustable  # noqa: E402
+from bench.harness.rows import MemoryPack  # noqa: E402
+from bench.harness.run import link_gb_per_s  # noqa: E402
+from bench.harness.stack import Stack  # noqa: E402
+from bench.results_io import provenance, results_folder, write_json  # noqa: E402
+from bench.shapes import SHAPES, MoeShape  # noqa: E402
+from ziggurat.residency.service import ExpertService  # noqa: E402
+
+TRACE = ROOT / "bench" / "traces" / "demo_moe.npz"
+PARTS = ("decode", "prompt", "timeline", "churn")
+_PROMPT_COVERAGE, _TIMELINE_COVERAGE = 0.19, 0.25
+_HOT_SHARE = 0.09  # of a layer's experts; the hot ones fit every pool that is measured
+
+
+class Session:
+    """One run: its memory, what it has measured so far, and the time it has left."""
+
+    def __init__(self, options: argparse.Namespace, origin: dict[str, Any], folder: Path) -> None:
+        self._options = options
+        self._began = time.monotonic()
+        self._folder = folder
+        self._origin = origin
+        self._good = True
+        self._device = torch.device(options.device)
+        shape = SHAPES[options.shape]
+        self._shape: MoeShape = shape.with_layers(options.layers or shape.layers)
+        self._cases: list[Case] = []
+        self._prompts: dict[str, prefill.Prompt] = {}
+        self._prompt_stack: Stack | None = None
+        self._links: list[float] = []
+        self.result: dict[str, Any] = {
+            "what": "steps of MoE layers that fetch their own misses, beside replay and beside all experts resident",
+            "shape": self._shape.name,
+            "layers": self._shape.layers,
+            "experts": self._shape.experts,
+            "top_k": self._shape.top_k,
+            "hidden": self._shape.hidden,
+            "intermediate": self._shape.intermediate,
+            "codec": options.codec,
+            "dense_mb_per_layer": options.dense_mb,
+            **origin,
+        }
+
+    def left(self) -> float:
+        """Seconds."""
+        return float(self._options.seconds - (time.monotonic() - self._began))
+
+    def run(self) -> None:
+        """Every part that was asked for."""
+        parts = set(self._options.parts)
+        if "churn" in parts:
+            found = churn(self._device, self._options.codec, self._options.churn_steps, left=self.left)
+            print(f"churn: {found}", flush=True)
+            self._good &= found["steps_with_other_bits"] == 0
+            what = "steps while rows leave the arena and come back, compared with all experts resident"
+            write_json(self._folder / "churn.json", {"what": what, **found, **self._origin})
+        if parts - {"churn"}:
+            self._shared()
+
+    def _shared(self) -> None:
+        """The parts that need the large pool."""
+        options, shape = self._options, self._shape
+        pack = MemoryPack(shape, options.codec, options.distinct)
+        self.result |= {"row_bytes": pack.header.stride, "distinct_rows": pack.distinct}
+        self._cases = [self._case(tokens, kind) for tokens in options.tokens for kind in options.routing]
+        most = max(options.tokens)
+        if "prompt" in options.parts:
+            routing = prefill.prompt_routing(TRACE, shape, options.prompt_tokens)
+            self._prompt_stack = Stack(routing, shape.hidden, self._device)
+            most = max(most, options.prompt_tokens)
+        began = time.monotonic()
+        with SharedMemory(shape, pack, self._device, most) as memory:
+            self.result["memory_s"] = round(time.monotonic() - began, 1)
+            print(f"pool and arena after {self.result['memory_s']} s", flush=True)
+            decode.measure(
+                memory,
+                self._cases if "decode" in options.parts else [],
+                [percent / 100 for percent in sorted(options.coverage, reverse=True)],
+                left=self.left,
+                done=self.save,
+                visit=self._visit,
+                modes=options.modes,
+            )
+        self.save()
+
+    def _case(self, tokens: int, kind: str) -> Case:
+        options, shape = self._options, self._shape
+        steps, warm = (
+            (options.steps, options.warm) if tokens == 1 else (options.batch_steps, options.batch_warm)
+        )
+        if kind == "mapped":
+            routing = mapped(TRACE, shape, tokens, steps + warm)
+        else:
+            hot = max(shape.top_k, round(shape.experts * _HOT_SHARE))
+            routing = adjustable(
+                steps + warm, shape.layers, shape.experts, shape.top_k, tokens, hit=options.hit, hot=hot
+            )
+        stack = Stack(routing, shape.hidden, self._device, dense_bytes=round(options.dense_mb * 1e6))
+        return Case(f"{kind} M={tokens}", routing, warm, stack)
+
+    def _visit(self, service: ExpertService, mode: str, coverage: float) -> None:
+        """What is measured on a service that is there anyway."""
+        self._measure_link()
+        full, options = mode == "auto", self._options
+        if self._prompt_stack is not None and (full or (mode, coverage) == (decode.INLINE, _PROMPT_COVERAGE)):
+            self._prompt(service, full)
+        wanted = full or (mode, coverage) == (decode.INLINE, _TIMELINE_COVERAGE)
+        if "timeline" in options.parts and wanted and self._device.type == "cuda":
+            first = self._cases[0]
+            found = timeline.profiled(service, first.stack, first.routing, first.warm)
+            said = timeline.summary(found, self.result["row_bytes"])
+            name = "resident" if full else f"inline at {coverage:.0%}"
+            self.result.setdefault("timeline", {})[name] = {"routing": first.label, **said}
+            print(
+                f"timeline, {name}: {said['span_us']} us, gathers alone {said['gather_alone_us']} us",
+                flush=True,
+            )
+
+    def _prompt(self, service: ExpertService, full: bool) -> None:
+        assert self._prompt_stack is not None
+        if full:
+            self._prompts["resident"] = prefill.serve_prompt(service, self._prompt_stack)
+            return
+        case = self._hits_case()
+        hits = prefill.hit_rates(service, case.stack, case.routing, case.warm, self._prompt_stack)
+        streamed = hits.pop("prompt")
+        found = prefill.report(self._prompts["resident"], streamed, hits, self._link())
+        self.result["prompt"] = {"coverage": _PROMPT_COVERAGE, **found}
+        print(f"prompt: {self.result['prompt']}", flush=True)
+
+    def _hits_case(self) -> Case:
+        """One decoded sequence, as many steps as hits are counted over."""
+        warm = self._options.warm
+        routing = mapped(TRACE, self._shape, 1, warm + 2 * prefill.HITS_OVER)
+        return Case("hits", routing, warm, Stack(routing, self._shape.hidden, self._device))
+
+    def _measure_link(self) -> None:
+        if self._device.type == "cuda":
+            self._links.append(link_gb_per_s(self._device))
+
+    def _link(self) -> float | None:
+        return max(self._links) if self._links else None
+
+    def save(self) -> None:
+        """Write what there is."""
+        link = self._link()
+        self.result["link_gb_per_s"] = link
+        self.result["links_gb_per_s"] = self._links
+        stride = self.result.get("row_bytes", 0)
+        self.result["cases"] = [decode.report(case, stride, self._shape.rows, link) for case in self._cases]
+        self.result["seconds"] = round(time.monotonic() - self._began, 1)
+        write_json(self._folder / "inline.json", self.result)
+
+    def good(self) -> bool:
+        """Whether every comparison of bits came out right."""
+        said = self.result
+        return (
+            all(decode.all_same(case) for case in said.get("cases", ()))
+            and self._good
+            and said.get("prompt", {}).get("same_bits", True)
+        )
+
+
+def main(arguments: Sequence[str]) -> int:
+    began = time.monotonic()
+    options = _parse(arguments)
+    origin = provenance(["bench/harness/inline.py", *arguments], at=options.commit)
+    device = torch.device(options.device)
+    gpu = origin["machine"].get("gpu") if device.type == "cuda" else None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    session = Session(options, origin, options.results or results_folder(gpu))
+    session.run()
+    for case in session.result.get("cases", ()):
+        print(decode.table(case), flush=True)
+    print(f"link {session.result.get('link_gb_per_s')} GB/s, {time.monotonic() - began:.1f} s", flush=True)
+    return 0 if session.good() else 1
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="deepseek-v4-flash")
+    parser.add_argument("--layers", type=int, default=None, help="default: all of the model's")
+    parser.add_argument("--codec", choices=("w2", "fp4", "bf16"), default="w2")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8], help="sequences decoded together")
+    parser.add_argument(
+        "--coverage", type=float, nargs="+", default=[50, 25, 19], help="percent of the experts"
+    )
+    parser.add_argument(
+        "--modes", nargs="+", choices=(decode.INLINE, decode.REPLAY), default=[decode.INLINE, decode.REPLAY]
+    )
+    parser.add_argument(
+        "--routing", nargs="+", choices=("mapped", "adjustable"), default=["mapped", "adjustable"]
+    )
+    parser.add_argument(
+        "--hit", type=float, default=0.9, help="share of the hot experts in adjustable routing"
+    )
+    parser.add_argument("--warm", type=int, default=64, help="steps that seed the tiers, for one token")
+    parser.add_argument("--steps", type=int, default=96, help="measured steps, for one token")
+    parser.add_argument("--batch-warm", type=int, default=24, help="the same for more tokens")
+    parser.add_argument("--batch-steps", type=int, default=32, help="the same for more tokens")
+    parser.add_argument("--prompt-tokens", type=int, default=8192)
+    parser.add_argument("--churn-steps", type=int, default=10_000)
+    parser.add_argument(
+        "--dense-mb", type=float, default=0.0, help="megabytes of other weights read in each layer"
+    )
+    parser.add_argument("--distinct", type=int, default=512, help="different rows; all experts share them")
+    parser.add_argument("--seconds", type=float, default=280.0, help="begin no further pool after that")
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--results", type=Path, default=None, help="folder; default: one named after the GPU")
+    parser.add_argument("--commit", default=None, help="what to record where there is no git history")
+    options = parser.parse_args(arguments)
+    positive = (
+        options.steps,
+        options.batch_steps,
+        options.churn_steps,
+        options.prompt_tokens,
+        *options.tokens,
+    )
+    if min(positive) < 1 or min(options.warm, options.batch_warm) < 1 or not 0 <= options.hit <= 1:
+        parser.error("numbers of steps and tokens are positive, --hit is between 0 and 1")
+    if not all(0 < percent < 100 for percent in options.coverage):
+        parser.error("--coverage is above 0 and below 100; all resident is always measured")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,172 @@
+"""Tables of steps whose layers fetch their own misses, from the result files that `bench/h200/run_inline.sh` leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bench.gpu_tables import Markdown, origin
+
+_MODES = ("inline", "replay")
+
+
+def inline(result: Mapping[str, Any], markdown: Markdown) -> str:
+    """Decode steps, the prompt and the timeline of one run; parts that were not run are left out."""
+    parts = [
+        _decode(result, markdown) if result.get("cases") else "",
+        _prompt(result["prompt"], markdown) if "prompt" in result else "",
+        *(_timeline(name, one, markdown) for name, one in result.get("timeline", {}).items()),
+    ]
+    return "\n".join([*(part for part in parts if part), f"{origin(result)}\n"])
+
+
+def _decode(result: Mapping[str, Any], markdown: Markdown) -> str:
+    rows: list[list[str]] = []
+    for case in result["cases"]:
+        if "resident_ms" not in case:
+            continue
+        work = case["resident_ms"]["mean"]
+        rows.append([f"{case['label']}: all resident", f"{work:.2f} ms", *[""] * 8])
+        if "forced" in case:
+            forced = case["forced"]
+            rows.append(
+                [
+                    f"{case['label']}: all resident, admitting",
+                    f"{forced['step_ms']['mean']:.2f} ms",
+                    *[""] * 3,
+                    f"{1 + forced['overhead']:.3f}",
+                    *[""] * 3,
+                    _bits(forced),
+                ]
+            )
+        rows += [
+            _run(case["label"], one, mode) for one in case.get("runs", ()) for mode in _MODES if mode in one
+        ]
+    header = [
+        "routing: coverage, misses",
+        "step",
+        "missed rows",
+        "missed",
+        "on the link",
+        "ratio",
+        "of the limit",
+        "passes",
+        "predicted",
+        "bits",
+    ]
+    notes = (
+        f"{result['layers']} layers of {result['experts']} experts, top-{result['top_k']}, hidden {result['hidden']}, "
+        f"intermediate {result['intermediate']}, `{result['codec']}` rows of {result['row_bytes'] / 2**20:.2f} MiB, "
+        f"{result['dense_mb_per_layer']:.0f} MB of other weights a layer. Link: {result['link_gb_per_s']} GB/s, large "
+        "copies from page-locked memory in the same run. Mean times of a step; ratio: to the resident step plus the "
+        "missed bytes over the link (for `admitting`: to the resident step, medians); of the limit: to the larger of "
+        "the two."
+    )
+    return f"{markdown(header, rows)}\n{notes}\n"
+
+
+def _run(label: str, one: Mapping[str, Any], mode: str) -> list[str]:
+    run = one[mode]
+    predicted = one.get("predicted", {}) if mode == "inline" else {}
+    return [
+        f"{label}: {one['coverage']:.0%}, {mode}",
+        f"{run['step_ms']['mean']:.2f} ms",
+        f"{run['missed_rows_per_step']:.1f}",
+        f"{run['missed_mib_per_step']:.1f} MiB",
+        f"{run['link_ms']:.2f} ms" if "link_ms" in run else "",
+        f"{run['ratio']:.3f}" if "ratio" in run else "",
+        f"{run['limit_ratio']:.3f}" if "limit_ratio" in run else "",
+        f"{run['passes_per_step']:.2f}",
+        f"{predicted['step_ms']:.2f} ms ({predicted['error']:+.0%})" if "error" in predicted else "",
+        _bits(run),
+    ]
+
+
+def _bits(run: Mapping[str, Any]) -> str:
+    return "same" if run["same_bits"] else "DIFFERENT"
+
+
+def _prompt(prompt: Mapping[str, Any], markdown: Markdown) -> str:
+    hits = prompt["decode_hits"]
+    rows = [
+        ["all resident", f"{prompt['resident_ms']:.0f} ms"],
+        [f"{prompt['coverage']:.0%} resident, the others streamed", f"{prompt['streamed_ms']:.0f} ms"],
+        ["streamed", f"{prompt['streamed_gib']:.1f} GiB"],
+    ]
+    if "ratio" in prompt:
+        rows += [
+            ["on the link", f"{prompt['link_ms']:.0f} ms"],
+            ["ratio to the longer of work and link", f"{prompt['ratio']:.3f}"],
+        ]
+    rows += [
+        [f"decode hits in the {hits['steps']} steps before", f"{hits['before']:.1%}"],
+        [f"in the {hits['steps']} steps after", f"{hits['after']:.1%}"],
+        ["in the same steps without the prompt", f"{hits['after_without_prompt']:.1%}"],
+        ["bits", _bits(prompt)],
+    ]
+    return markdown([f"prompt of {prompt['tokens']} tokens", ""], rows)
+
+
+def churn(result: Mapping[str, Any], markdown: Markdown) -> str:
+    """What thousands of steps did while the arena changed under them."""
+    told = ", ".join(f"{count} {outcome}" for outcome, count in result["outcomes"].items())
+    rows = [
+        ["steps", f"{result['steps']}: {told}"],
+        ["with another bit than all resident", f"{result['steps_with_other_bits']}"],
+        ["rows evicted from the arena meanwhile", f"{result['evicted_from_the_arena']}"],
+        ["rows read into it by the churning thread", f"{result['read_into_the_arena']}"],
+        ["rows that the device fetched", f"{result['rows_fetched_by_the_device']}"],
+        ["rows that it did not find there", f"{result['rows_missing_in_the_arena']}"],
+    ]
+    title = f"churn: {result['layers']} layers of {result['experts']} experts, rows of {result['row_kib']:.0f} KiB"
+    return f"{markdown([title, ''], rows)}\n{origin(result)}\n"
+
+
+def _timeline(name: str, one: Mapping[str, Any], markdown: Markdown) -> str:
+    rows = [
+        [f"`{kernel['name']}`", f"{kernel['count']}", f"{kernel['us']:.0f} us"] for kernel in one["kernels"]
+    ]
+    rows += [
+        ["from the first kernel to the last", "", f"{one['span_us']:.0f} us"],
+        ["no kernel runs", "", f"{one['idle_us']:.0f} us"],
+        ["gathers run", "", f"{one['gather_us']:.0f} us"],
+        ["only gathers run", "", f"{one['gather_alone_us']:.0f} us"],
+    ]
+    title = f"one step, {name}, {one['routing']}"
+    lines = "\n".join(one["first_layers"])
+    return (
+        f"{markdown([title, 'kernels', 'time'], rows)}\n"
+        f"Its first layers, start and duration in microseconds:\n\n```\n{lines}\n```\n"
+    )
+
+
+def inline_gather(result: Mapping[str, Any], markdown: Markdown) -> str:
+    """One row for each row size and number of misses."""
+    rows = []
+    for run in result["runs"]:
+        us = run["layer_us"]
+        traced = run["gather_us"] is not None
+        rows.append(
+            [
+                f"{run['misses']} x {run['row_bytes'] / 2**20:.2f} MiB, {run['tokens']} token"
+                f"{'s' if run['tokens'] > 1 else ''}",
+                f"{us['plain']:.1f} us",
+                f"{us['present']:.1f} us ({run['idle_overhead']:+.1%})",
+                f"{us['missing']:.1f} us",
+                f"{run['gather_us']:.1f} us" if traced else "",
+                f"{run['gather_of_link']:.2f}" if traced else "",
+                f"{run['added_of_link']:.2f}",
+                f"{run['ratio']:.3f}",
+            ]
+        )
+    header = [
+        "misses of a layer",
+        "layer, nothing fetched",
+        "admitting, none missing",
+        "all missing",
+        "gather kernel",
+        "of the link",
+        "added bytes, of the link",
+        "ratio",
+    ]
+    return f"{markdown(header, rows)}\n{origin(result)}\n"
