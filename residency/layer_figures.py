@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ziggurat.residency.metric_specs import HOTTEST, LAYER_HOTTEST
+from ziggurat.residency.metric_specs import HOTTEST, HOTTEST_TENTH
 from ziggurat.residency.metrics import MetricWriter
 
 
@@ -24,9 +24,8 @@ def set_heat(
     safe = np.where(of_layer > 0.0, of_layer, 1.0)
     writer.set_layers("ziggurat_layer_pool_heat_ratio", in_pool / safe)
     ranked = np.sort(heat, axis=1)
-    for name, part in LAYER_HOTTEST:
-        hottest = ranked[:, -_rows(part, heat.shape[1]) :].sum(axis=1)
-        writer.set_layers("ziggurat_layer_heat_ratio", hottest / safe, name)
+    hottest = ranked[:, -_rows(HOTTEST_TENTH, heat.shape[1]) :].sum(axis=1)
+    writer.set_layers("ziggurat_layer_hottest_tenth_ratio", hottest / safe)
 
 
 def _hottest(heat: npt.NDArray[np.float64], wanted: list[int]) -> list[float]:

@@ -66,8 +66,8 @@ PHASES = ("prefill", "decode", "untold")
 STEP_PARTS = ("first_pass", "repeated_passes", "fetch")
 HOTTEST = (("1%", 0.01), ("5%", 0.05), ("10%", 0.10), ("25%", 0.25), ("50%", 0.50))
 """Parts of the experts, hottest first, whose share of the routings is exported."""
-LAYER_HOTTEST = HOTTEST[2:3]
-"""The same within one layer. Every entry is a series more for every layer."""
+HOTTEST_TENTH = 0.10
+"""The part of a layer's experts whose share of its routings is exported."""
 BUDGET = (
     "arena floor",
     "arena size",
@@ -82,9 +82,10 @@ BUDGET = (
 )
 """What the budget is checked for; checks of single NUMA nodes are one, by the tightest node."""
 _BUDGET = (("check", BUDGET),)
-_SECONDS = tuple(m * 10.0**e for e in range(-5, 1) for m in (1.0, 2.5, 5.0))
+_SECONDS = tuple(m * 10.0**e for e in range(-5, 1) for m in (1.0, 2.5, 5.0))[:-2]
+_STEP_SECONDS = tuple(m * 10.0**e for e in range(-4, 1) for m in (1.0, 2.5, 5.0))
 _ROWS = tuple(4.0**e for e in range(7))
-_PASSES = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 16.0, 32.0, 64.0)
+_PASSES = (1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 64.0)
 
 
 def _texts(*names: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -137,7 +138,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "ziggurat_step_seconds",
         "histogram",
         "Time of a step, of those that the host waited for",
-        bounds=_SECONDS,
+        bounds=_STEP_SECONDS,
     ),
     MetricSpec(
         "ziggurat_step_part_seconds_total",
@@ -236,10 +237,9 @@ METRICS: tuple[MetricSpec, ...] = (
         per_layer=True,
     ),
     MetricSpec(
-        "ziggurat_layer_heat_ratio",
+        "ziggurat_layer_hottest_tenth_ratio",
         "gauge",
-        "Share of a layer's recent routings that went to its hottest experts",
-        labels=(("hottest", tuple(name for name, _ in LAYER_HOTTEST)),),
+        "Share of a layer's recent routings that went to the hottest tenth of its experts",
         per_layer=True,
     ),
     MetricSpec(

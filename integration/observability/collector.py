@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import lru_cache
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -24,16 +24,15 @@ class TierCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         families = {spec.name: _family(spec) for spec in METRICS}
         for rank, samples in sorted(self._source().items()):
-            # As the families' `add_metric` does, without looking up the names of the labels for every line.
+            # As the families' `add_metric` does, without making the labels of every line anew.
             for spec, named, value, buckets in samples:
                 lines, name = families[spec.name].samples, spec.name
-                labels = dict(named)
-                labels["rank"] = str(rank)
+                labels = _labels(named, rank)
                 if not buckets:
                     lines.append(Line(name, labels, value))
                     continue
                 for bound, count in buckets:
-                    lines.append(Line(f"{name}_bucket", {**labels, "le": _bound(bound)}, float(count)))
+                    lines.append(Line(f"{name}_bucket", _labels(named, rank, bound), float(count)))
                 lines.append(Line(f"{name}_count", labels, float(buckets[-1][1])))
                 lines.append(Line(f"{name}_sum", labels, value))
         yield from families.values()
@@ -51,6 +50,10 @@ def _family(spec: MetricSpec) -> Metric:
     return GaugeMetricFamily(spec.name, spec.help)
 
 
-@cache
-def _bound(bound: float) -> str:
-    return "+Inf" if bound == float("inf") else f"{bound:g}"
+@lru_cache(maxsize=1 << 14)
+def _labels(named: tuple[tuple[str, str], ...], rank: int, bound: float | None = None) -> dict[str, str]:
+    """The labels of a line, shared by every scrape: nobody may change them. bound: of a histogram's bucket."""
+    labels = {**dict(named), "rank": str(rank)}
+    if bound is not None:
+        labels["le"] = "+Inf" if bound == float("inf") else f"{bound:g}"
+    return labels

@@ -293,7 +293,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Routings of the hottest tenth, by layer",
                 "bargauge",
                 "percentunit",
-                ((f"avg by (layer) ({_of('ziggurat_layer_heat_ratio')})", "{{layer}}"),),
+                ((f"avg by (layer) ({_of('ziggurat_layer_hottest_tenth_ratio')})", "{{layer}}"),),
                 width=12,
                 most=1,
             ),

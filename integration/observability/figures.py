@@ -210,7 +210,7 @@ def _tier(name: str, change: _Between) -> TierFigures:
 def _layers(change: _Between, ranks: int) -> tuple[LayerFigures, ...]:
     fetched = change.rates("ziggurat_layer_fetched_rows_total", "layer")
     pool = change.after.by("ziggurat_layer_pool_heat_ratio", "layer")
-    hottest = change.after.by("ziggurat_layer_heat_ratio", "layer", hottest="10%")
+    hottest = change.after.by("ziggurat_layer_hottest_tenth_ratio", "layer")
     return tuple(
         LayerFigures(layer, rate, pool.get(layer, 0.0) / ranks, hottest.get(layer, 0.0) / ranks)
         for layer, rate in fetched.items()

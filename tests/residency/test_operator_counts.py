@@ -147,7 +147,7 @@ def test_heat_is_shown_by_layer_and_as_a_whole() -> None:
     here[0, :3] = here[1, 0] = here[2, 5] = True
     set_heat(metrics, heat, here, 3)
     assert by_layer(metrics, "ziggurat_layer_pool_heat_ratio") == pytest.approx([0.3, 1.0, 0.0])
-    assert by_layer(metrics, "ziggurat_layer_heat_ratio", hottest="10%") == pytest.approx([0.1, 1.0, 0.0])
+    assert by_layer(metrics, "ziggurat_layer_hottest_tenth_ratio") == pytest.approx([0.1, 1.0, 0.0])
     assert metrics.value("ziggurat_pool_heat_ratio") == pytest.approx(13 / 20)
     assert metrics.value("ziggurat_pool_heat_best_ratio") == pytest.approx(12 / 20)
     shares = [metrics.value("ziggurat_heat_ratio", name) for name, _ in HOTTEST]
@@ -159,7 +159,7 @@ def test_without_heat_every_share_is_nothing() -> None:
     metrics.describe((0,), {})
     set_heat(metrics, np.zeros((1, 4)), np.zeros((1, 4), dtype=np.bool_), 0)
     assert metrics.value("ziggurat_pool_heat_best_ratio") == 0
-    assert by_layer(metrics, "ziggurat_layer_heat_ratio") == [0.0]
+    assert by_layer(metrics, "ziggurat_layer_hottest_tenth_ratio") == [0.0]
 
 
 @pytest.mark.parametrize(("host", "floor"), [("50%", 2), ("0", 0)])

@@ -70,7 +70,7 @@ def ten_steps(metrics: TierMetrics, layers: int = 43) -> None:
     shown = min(layers, MAX_LAYERS)
     metrics.add_layers("ziggurat_layer_fetched_rows_total", np.arange(shown) % 2)
     metrics.set_layers("ziggurat_layer_pool_heat_ratio", np.linspace(0.2, 1.0, shown))
-    metrics.set_layers("ziggurat_layer_heat_ratio", np.linspace(0.6, 0.3, shown), "10%")
+    metrics.set_layers("ziggurat_layer_hottest_tenth_ratio", np.linspace(0.6, 0.3, shown))
     metrics.set("ziggurat_pool_heat_ratio", 0.9)
     metrics.set("ziggurat_pool_heat_best_ratio", 0.95)
     for (name, _), share in zip(HOTTEST, (0.1, 0.3, 0.5, 0.8, 0.95), strict=True):
