@@ -262,6 +262,10 @@ def test_a_recording_in_which_nothing_happened(tmp_path: Path) -> None:
             "lengths do not fit",
         ),
         ({"topk_ids": np.full((2, 3, 1, 1), -1)}, "not integers"),
+        (
+            {"topk_ids": np.zeros((2, 3, 1, 1), dtype=np.uint8), "metadata": np.frombuffer(b"{", np.uint8)},
+            "is no trace",
+        ),
     ],
 )
 def test_files_that_are_no_traces_are_refused(
@@ -277,11 +281,13 @@ def test_files_that_are_no_traces_are_refused(
 def test_padding_of_a_trace_is_left_out(tmp_path: Path) -> None:
     ids = np.zeros((2, 5, 1, 1), dtype=np.uint8)
     ids[0, 3:] = ids[1, 1:] = 1
-    np.savez(tmp_path / "trace.npz", topk_ids=ids, lengths=np.array([3, 1]))
+    metadata = np.frombuffer(b'{"layers": [17]}', dtype=np.uint8)
+    np.savez(tmp_path / "trace.npz", topk_ids=ids, lengths=np.array([3, 1]), metadata=metadata)
     run(str(tmp_path / "trace.npz"), "-o", str(tmp_path / "page.html"))
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<b>4</b><span>tokens</span>" in text
     assert "<b>1</b><span>experts of a layer</span>" in text
+    assert ">17</text>" in text, "the model's own number of the layer"
 
 
 @pytest.mark.parametrize(

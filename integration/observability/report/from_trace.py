@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +51,8 @@ class Machine:
 
 
 def load_trace(path: Path) -> RoutingTrace:
-    """An .npz with `topk_ids` (or `ids`) [sequence, position, layer, k] and, if sequences are padded, `lengths`."""
+    """An .npz with `topk_ids` (or `ids`) [sequence, position, layer, k] and, if sequences are padded, `lengths`; the
+    layers' numbers are those of `metadata`, a JSON object as UTF-8 bytes, if the file has it."""
     try:
         with np.load(path, allow_pickle=False) as file:
             name = next((name for name in ("topk_ids", "ids") if name in file.files), None)
@@ -58,6 +60,7 @@ def load_trace(path: Path) -> RoutingTrace:
                 raise TraceError(f"{path.name} holds {', '.join(file.files)}, but neither topk_ids nor ids")
             ids = file[name]
             lengths = file["lengths"] if "lengths" in file.files else None
+            metadata = json.loads(file["metadata"].tobytes()) if "metadata" in file.files else {}
     except (OSError, ValueError) as error:
         raise TraceError(f"{path.name} is no trace: {error}") from error
     if ids.ndim != 4 or not ids.size or ids.dtype.kind not in "iu" or int(ids.min()) < 0:
@@ -69,8 +72,9 @@ def load_trace(path: Path) -> RoutingTrace:
     if lengths.shape != (len(ids),) or lengths.min() < 0 or lengths.max() > ids.shape[1] or not lengths.sum():
         raise TraceError(f"{path.name}: lengths do not fit {len(ids)} sequences of {ids.shape[1]} positions")
     live = np.arange(ids.shape[1]) < lengths[:, None]
-    layers = tuple(str(layer) for layer in range(ids.shape[2]))
-    tokens = ids[live]
+    tokens, said = ids[live], metadata.get("layers") if isinstance(metadata, dict) else None
+    numbers = said if isinstance(said, list) and len(said) == ids.shape[2] else range(ids.shape[2])
+    layers = tuple(str(number) for number in numbers)
     return RoutingTrace(path.name, tokens, int(tokens.max()) + 1, layers, len(ids))
 
 
