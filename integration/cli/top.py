@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -43,7 +43,12 @@ def top(
         typer.Option("--record", help="Write all scrapes to a new file, for `ziggurat report`."),
     ] = None,
     count: Annotated[
-        int, typer.Option("--count", min=0, help="End after this many intervals; 0: go on.")
+        int,
+        typer.Option(
+            "--count",
+            min=0,
+            help="End after this many intervals; 0: go on, or one where there is no terminal.",
+        ),
     ] = 0,
     link: Annotated[
         str,
@@ -56,12 +61,14 @@ def top(
         watch.start(record)
         wanted = 1 if once else count
         if as_json:
-            watch.run(interval, wanted, lambda new: typer.echo(json.dumps(_plain(new))))
-        elif wanted and not Console().is_terminal:
-            watch.run(interval, wanted, lambda new: None)
-            watch.console.print(watch.screen())
-        else:
+            watch.run(interval, wanted, _print)
+        elif watch.console.is_terminal and not once:
             watch.show(interval, wanted)
+        else:
+            watch.run(interval, wanted or 1, lambda new: None)
+            watch.console.print(watch.screen())
+    except KeyboardInterrupt:
+        pass  # the way to end it
     except PageError as error:
         raise CliError(str(error)) from error
     except OSError as error:
@@ -89,8 +96,9 @@ def _link(text: str) -> float | None:
     return float(size.amount)
 
 
-def _plain(value: Figures) -> dict[str, Any]:
-    return value.to_json()
+def _print(new: Figures | None) -> None:
+    if new is not None:
+        typer.echo(json.dumps(new.to_json()))
 
 
 class _Watch:
@@ -125,33 +133,29 @@ class _Watch:
         return Screen(self.url, shown, self.history, glyphs, self._trouble, self._link)
 
     def show(self, interval: float, count: int) -> None:
-        """A live screen; `count` intervals, or until Ctrl-C."""
-        with Live(
-            self.screen(), console=self.console, screen=self.console.is_terminal, auto_refresh=False
-        ) as live:
-            self.run(interval, count, lambda new: live.update(self.screen(), refresh=True))
-        if self.console.is_terminal:
+        """A live screen; `count` intervals, or until Ctrl-C. The last frame stays in the terminal."""
+        try:
+            with Live(self.screen(), console=self.console, screen=True, auto_refresh=False) as live:
+                self.run(interval, count, lambda new: live.update(self.screen(), refresh=True))
+        finally:
             self.console.print(self.screen())
 
-    def run(self, interval: float, count: int, seen: Callable[[Figures], None]) -> None:
-        """Scrape every `interval` seconds and say each time what is new."""
+    def run(self, interval: float, count: int, seen: Callable[[Figures | None], None]) -> None:
+        """Scrape every `interval` seconds and say each time what is new; None if nobody answered."""
         done, due = 0, time.monotonic()
         while not count or done < count:
-            due += interval
+            due = max(due + interval, time.monotonic())  # after a pause nobody wants the missed scrapes
             time.sleep(max(0.0, due - time.monotonic()))
-            due = max(due, time.monotonic() - interval)  # after a pause nobody wants the missed scrapes
-            new = self._scrape(bool(count))
-            if new is not None:
-                done += 1
-                seen(new)
-            elif self._figures is not None:
-                seen(self._figures)
+            new = self._scrape(strict=bool(count) or not self.console.is_terminal)
+            done += 1
+            seen(new)
 
-    def _scrape(self, strict: bool) -> Figures | None:
+    def _scrape(self, *, strict: bool) -> Figures | None:
+        """One more page. Without `strict` a server that does not answer is trouble to show, not an error."""
         try:
             page = fetch(self.url)
         except PageError as error:
-            if strict or self.console.is_terminal is False:
+            if strict:
                 raise
             self._trouble = str(error)
             return None

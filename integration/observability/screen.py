@@ -252,7 +252,9 @@ class Screen:
     def _foot(self, width: int) -> Text:
         if self.trouble:
             return Text(self.trouble[:width], style="bold red")
-        return Text(f"every {self.figures.seconds:.0f} s · Ctrl-C ends", style="dim")
+        interval = self.figures.seconds
+        when = f"every {round(interval, 1):g} s" if interval > 0.01 else "waiting for the next scrape"
+        return Text(f"{when} · Ctrl-C ends", style="dim")
 
 
 def fold(values: Sequence[float], room: int) -> list[float]:

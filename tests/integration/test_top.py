@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -346,3 +356,81 @@ def test_a_link_that_is_no_number_of_bytes_is_refused(link: str) -> None:
 def test_a_recording_that_cannot_be_written_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(CliError, match="cannot write"):
         run(url, "--once", "--record", str(tmp_path / "no" / "folder"))
+
+
+class Terminal:
+    """The command in a terminal of 80 x 24, as over ssh."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.screen, inside = pty.openpty()
+        fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        command = [sys.executable, "-m", "ziggurat.integration.cli.main", "top", *arguments]
+        environment = {**os.environ, "TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
+        for name in ("COLUMNS", "LINES", "NO_COLOR"):
+            environment.pop(name, None)
+        self.process = subprocess.Popen(
+            command, stdin=inside, stdout=inside, stderr=inside, env=environment, start_new_session=True
+        )
+        os.close(inside)
+        self.seen = ""
+
+    def wait_for(self, text: str) -> None:
+        """Read until the text has been shown; fails if the command ends before."""
+        found = self.seen.find(text)
+        while found < 0:
+            ready, _, _ = select.select([self.screen], [], [], 60.0)
+            assert ready, f"no {text!r} in a minute: {self.seen[-2000:]}"
+            self.seen += self._read()
+            found = self.seen.find(text)
+        self.seen = self.seen[found + len(text) :]
+
+    def end(self) -> str:
+        """What came after; the command must have ended well."""
+        while True:
+            try:
+                self.seen += self._read()
+            except EOFError:
+                break
+        assert self.process.wait(60) == 0, self.seen
+        os.close(self.screen)
+        return self.seen
+
+    def _read(self) -> str:
+        try:
+            data = os.read(self.screen, 1 << 16)
+        except OSError:  # how a terminal says that nobody is inside any more
+            data = b""
+        if not data:
+            raise EOFError(self.seen)
+        return data.decode("utf-8", errors="replace")
+
+
+def test_a_live_screen_outlives_its_server_and_ends_by_ctrl_c() -> None:
+    metrics = served_metrics()
+    healthy = threading.Event()
+    healthy.set()
+
+    def answer(path: str) -> tuple[int, str]:
+        ten_steps(metrics)
+        return (200, page_text(metrics)) if healthy.is_set() else (503, "")
+
+    with http_pages(answer) as host:
+        terminal = Terminal(host, "--interval", "0.1")
+        terminal.wait_for("\x1b[?1049h")  # the screen of its own
+        terminal.wait_for("43 layers × 256 experts")
+        terminal.wait_for("zero-miss")
+        healthy.clear()
+        terminal.wait_for("answers 503")
+        healthy.set()
+        terminal.wait_for("Ctrl-C ends")
+        os.kill(terminal.process.pid, signal.SIGINT)
+        rest = terminal.end()
+    after = rest.split("\x1b[?1049l")[-1]
+    assert "43 layers × 256 experts" in after, "the last frame stays"
+    assert "Traceback" not in rest
+
+
+def test_a_counted_live_screen_ends_by_itself(url: str) -> None:
+    terminal = Terminal(url, "--interval", "0.2", "--count", "2")
+    terminal.wait_for("4 layers × 12 experts")
+    assert "errors" in terminal.end()
