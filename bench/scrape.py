@@ -93,6 +93,16 @@ def problems(page: Scrape, pairs: int) -> list[str]:
             routed,
         ),
         ("routed pairs = tokens x layers x top-k", routed, pairs),
+        (
+            "hits of the pool as a tier = hits",
+            value("ziggurat_tier_hits_total", tier="pool"),
+            value("ziggurat_hit_pairs_total"),
+        ),
+        (
+            "misses of the pool as a tier = misses",
+            value("ziggurat_tier_misses_total", tier="pool"),
+            value("ziggurat_missed_pairs_total"),
+        ),
         ("passes = steps + replay passes", value("ziggurat_passes_total"), steps + _replays(page)),
         ("steps seen by the pass histogram = steps", value("ziggurat_step_passes_count"), steps),
         (

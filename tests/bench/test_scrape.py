@@ -29,6 +29,8 @@ def consistent() -> TierMetrics:
         metrics.add("ziggurat_routed_pairs_total", PAIRS)
         metrics.add("ziggurat_hit_pairs_total", 200)
         metrics.add("ziggurat_missed_pairs_total", 40)
+        metrics.add("ziggurat_tier_hits_total", 200, "pool")
+        metrics.add("ziggurat_tier_misses_total", 40, "pool")
         metrics.add("ziggurat_steps_total", 2, "clean")
         metrics.add("ziggurat_steps_total", 1, "replayed")
         metrics.add("ziggurat_passes_total", 4)
@@ -64,6 +66,7 @@ SPOILERS: dict[str, Callable[[TierMetrics], None]] = {
         m.add("ziggurat_routed_pairs_total", 1),  # type: ignore[func-returns-value]  # a lambda of two calls
         m.add("ziggurat_hit_pairs_total", 1),  # type: ignore[func-returns-value]
     )[0],
+    "misses of the pool as a tier": lambda m: m.add("ziggurat_tier_misses_total", 1, "pool"),
     "passes = steps": lambda m: m.add("ziggurat_passes_total", 1),
     "pass histogram": lambda m: m.observe("ziggurat_step_passes", [1.0]),
     "from pack to arena": lambda m: m.add("ziggurat_fetched_bytes_total", 1, "pack", "arena"),
