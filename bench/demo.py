@@ -137,7 +137,7 @@ def _demo(console: Console, work: Path, *, gpu: bool) -> int:
     for line in wrong:
         console.print(f"metrics: {line}", markup=False, style="red")
     if not wrong:
-        console.print("metrics: every metric of the README is on both pages, and the counts add up")
+        console.print("metrics: every metric of docs/metrics.md is on both pages, and the counts add up")
     tokens = all(
         [c.tokens for c in tiered.bursts[name].completions]
         == [c.tokens for c in resident.bursts[name].completions]

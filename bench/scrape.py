@@ -34,13 +34,17 @@ class Scrape:
         return self._values[name, frozenset({*labels.items(), _RANK})]
 
     def missing(self) -> list[str]:
-        """Series of the metric list that the page lacks."""
-        return [
+        """Series of the metric list that the page lacks. Of metrics by layer, and of infos, one is enough."""
+        names = {name for name, _ in self._values}
+        lacking = [
             f"{name}{dict(sorted(labels)) or ''}"
             for spec in METRICS
+            if not spec.optional and not spec.per_layer and spec.kind != "info"
             for name, labels in _expected(spec)
             if (name, labels) not in self._values
         ]
+        alone = [spec.name for spec in METRICS if spec.per_layer or spec.kind == "info"]
+        return lacking + [name for name in alone if name not in names]
 
 
 def _expected(spec: MetricSpec) -> Iterable[Series]:
@@ -89,6 +93,16 @@ def problems(page: Scrape, pairs: int) -> list[str]:
             routed,
         ),
         ("routed pairs = tokens x layers x top-k", routed, pairs),
+        (
+            "hits of the pool as a tier = hits",
+            value("ziggurat_tier_hits_total", tier="pool"),
+            value("ziggurat_hit_pairs_total"),
+        ),
+        (
+            "misses of the pool as a tier = misses",
+            value("ziggurat_tier_misses_total", tier="pool"),
+            value("ziggurat_missed_pairs_total"),
+        ),
         ("passes = steps + replay passes", value("ziggurat_passes_total"), steps + _replays(page)),
         ("steps seen by the pass histogram = steps", value("ziggurat_step_passes_count"), steps),
         (

@@ -1,10 +1,10 @@
-"""Renders the tables of the README and of pages in docs from result files and from the list of metrics.
+"""Renders the tables of the README and of docs/ from result files, the list of metrics and sizes.
 
     python bench/tables.py [--check]
 
 A table stands between `<!-- results:begin NAME -->` and `<!-- results:end NAME -->` (NAME: a file in bench/results
-without its suffix; one in a folder there was measured on the GPU that the folder is named after), or between
-`<!-- metrics:begin -->` and `<!-- metrics:end -->`. --check writes nothing and returns status 1 if a table is not what
+without its suffix; one in a folder there was measured on the GPU that the folder is named after), or between such
+markers named `metrics` or `sizing`, without a NAME. --check writes nothing and returns status 1 if a table is not what
 its source gives.
 """
 
@@ -20,18 +20,24 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import gpu_tables, inline_tables, study_tables  # noqa: E402
+from bench import gpu_tables, inline_tables, sizing, study_tables  # noqa: E402
 from bench.results_io import RESULTS, read_json  # noqa: E402
 from ziggurat.residency.metric_specs import markdown_table  # noqa: E402
 
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "performance.md")
+PAGES = (
+    README,
+    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "metrics", "performance", "sizing")),
+)
 _RESULTS = re.compile(
     r"(?P<begin><!-- results:begin (?P<name>[a-z0-9_/-]+) -->\n).*?(?P<end><!-- results:end (?P=name) -->)",
     re.DOTALL,
 )
-_METRICS = re.compile(r"(?P<begin><!-- metrics:begin -->\n).*?(?P<end><!-- metrics:end -->)", re.DOTALL)
-_MARKER = re.compile(r"<!-- (?:results|metrics):(?:begin|end)[^>]*-->")
+_COMPUTED: dict[str, Callable[[], str]] = {"metrics": markdown_table, "sizing": sizing.tables}
+_OTHERS = re.compile(
+    r"(?P<begin><!-- (?P<name>metrics|sizing):begin -->\n).*?(?P<end><!-- (?P=name):end -->)", re.DOTALL
+)
+_MARKER = re.compile(r"<!-- (?:results|metrics|sizing):(?:begin|end)[^>]*-->")
 
 
 class TableError(Exception):
@@ -130,7 +136,26 @@ def boot(result: Mapping[str, Any]) -> str:
     return f"{markdown([what, 'after'], rows)}\n{_origin(result)}\n"
 
 
+def scrape_cost(result: Mapping[str, Any]) -> str:
+    """A model size a row: series, a scrape, booking a step."""
+    rows = [
+        [
+            f"`{run['model']}`, {run['layers']} MoE layers",
+            str(run["series"]),
+            f"{run['page_bytes'] / 1024:.0f} KiB",
+            f"{run['scrape_ms']['median']:.1f} ms",
+            f"{run['step_us']['median']:.0f} µs",
+            f"{run['step_us']['mean']:.0f} µs",
+        ]
+        for run in result["runs"]
+    ]
+    header = ["one rank of", "series", "page", "scrape", "booking a step", "with the heat of every 16th"]
+    note = f"Processor time; a step that missed {result['missed_rows']} rows and was replayed once."
+    return f"{markdown(header, rows)}\n{note} {_origin(result)}\n"
+
+
 RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "scrape_cost": scrape_cost,
     "heldout_loss": heldout_loss,
     "throughput": throughput,
     "boot": boot,
@@ -160,13 +185,13 @@ def render(text: str, results: Path = RESULTS) -> str:
     def fill(match: re.Match[str]) -> str:
         return f"{match['begin']}{_table(match['name'], results)}{match['end']}"
 
-    def fill_metrics(match: re.Match[str]) -> str:
-        return f"{match['begin']}{markdown_table()}{match['end']}"
+    def fill_computed(match: re.Match[str]) -> str:
+        return f"{match['begin']}{_COMPUTED[match['name']]()}{match['end']}"
 
-    stray = _MARKER.findall(_METRICS.sub("", _RESULTS.sub("", text)))
+    stray = _MARKER.findall(_OTHERS.sub("", _RESULTS.sub("", text)))
     if stray:
         raise TableError(f"marker without a partner: {stray[0]}")
-    return _METRICS.sub(fill_metrics, _RESULTS.sub(fill, text))
+    return _OTHERS.sub(fill_computed, _RESULTS.sub(fill, text))
 
 
 def _table(name: str, results: Path) -> str:
@@ -183,7 +208,7 @@ def _table(name: str, results: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Render the tables of the README and of two pages in docs.")
+    parser = argparse.ArgumentParser(description="Render the tables of the README and of docs/.")
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a table is stale")
     check = parser.parse_args(arguments).check
     return max(_bring_up_to_date(page, check) for page in PAGES)

@@ -14,7 +14,8 @@ from ziggurat.residency.heat import HeatMap
 from ziggurat.residency.host_cache import FillReport, HostCache
 from ziggurat.residency.inline.choice import SERVINGS, Serving
 from ziggurat.residency.inline.layers import InlineCounts
-from ziggurat.residency.metrics import TierMetrics
+from ziggurat.residency.layer_figures import set_heat
+from ziggurat.residency.metrics import MetricWriter, TierMetrics
 from ziggurat.residency.passes import StepResult, StepState
 from ziggurat.residency.slots import ABSENT, SlotPool
 
@@ -22,7 +23,11 @@ _HEAT_EVERY_STEPS = 16  # the heat gauges look at every expert
 
 
 class Account:
-    """Books steps, fetches and fills. Groups of numbers that belong together become visible together."""
+    """Books steps, fetches and fills. Groups of numbers that belong together become visible together.
+
+    `late_steps` and `filled` may be called by any thread, everything else by the one that runs steps. `step`, `fetches`
+    and `late_steps` must not overlap: what they have booked already is theirs together.
+    """
 
     def __init__(
         self,
@@ -41,7 +46,10 @@ class Account:
         self._heat = heat
         self._steps = 0
         self._evicted = {"pool": 0, "arena": 0}
-        self._inline, self._booked = InlineCounts(), InlineCounts()
+        self._waits = 0
+        fetcher.on_depth = self._fetching
+        self._inline = InlineCounts.of(geometry.layers)
+        self._booked = InlineCounts.of(geometry.layers)
 
     def step(self, step: StepState, result: StepResult[Any]) -> None:
         """Book one finished step."""
@@ -59,28 +67,36 @@ class Account:
             self._metrics.observe("ziggurat_step_passes", [float(result.passes)])
             if result.failed_tokens is not None:
                 add("ziggurat_failed_tokens_total", int(result.failed_tokens.sum()))
-            self._add_fetches()
-            self._set_gauges(with_heat=self._steps % _HEAT_EVERY_STEPS == 0)
+            add("ziggurat_tier_hits_total", step.routed_pairs - step.missed_pairs, "pool")
+            add("ziggurat_tier_misses_total", step.missed_pairs, "pool")
+            self._add_time(step)
+            fetched = self._add_fetches()
+            self._add_tokens(step, fetched)
+            self._set_gauges(self._metrics, with_heat=self._steps % _HEAT_EVERY_STEPS == 0)
         self._steps += 1
 
     def late_steps(self, late: LateCounts) -> None:
         """Book steps of one pass that nobody waited for."""
-        add = self._metrics.add
+        behind = self._metrics.behind
+        add = behind.add
         steps, pairs = len(late.pairs), int(late.pairs.sum())
         missed = 0 if late.missed is None else int(late.missed.sum())
         fetched = 0 if late.missed is None else int(np.count_nonzero(late.missed))
-        with self._metrics.writing():
+        with behind.writing():
             add("ziggurat_routed_pairs_total", pairs)
             add("ziggurat_hit_pairs_total", pairs - missed)
             add("ziggurat_missed_pairs_total", missed)
+            add("ziggurat_tier_hits_total", pairs - missed, "pool")
+            add("ziggurat_tier_misses_total", missed, "pool")
+            add("ziggurat_tokens_total", pairs // (self._geometry.layers * self._geometry.top_k), "untold")
             add("ziggurat_steps_total", steps - fetched, "clean")
             add("ziggurat_steps_total", fetched, "inline")
             add("ziggurat_steps_without_miss_total", steps - fetched)
             add("ziggurat_passes_total", steps)
-            self._metrics.observe("ziggurat_step_passes", [1.0] * steps)
-            self._add_inline()
-            self._add_evictions()
-            self._set_gauges(with_heat=True)
+            behind.observe("ziggurat_step_passes", [1.0] * steps)
+            self._add_inline(behind)
+            self._add_evictions(behind)
+            self._set_gauges(behind, with_heat=True)
 
     def serving(self, chosen: Serving) -> None:
         """Who serves misses."""
@@ -99,13 +115,16 @@ class Account:
 
     def filled(self, report: FillReport) -> None:
         """Book what the background thread read into the arena."""
-        add = self._metrics.add
-        with self._metrics.writing():
+        behind = self._metrics.behind
+        add = behind.add
+        with behind.writing():
             add("ziggurat_fetched_rows_total", report.read, "pack", "arena")
             add("ziggurat_fetched_bytes_total", report.read * self._cache.stride, "pack", "arena")
             add("ziggurat_io_errors_total", len(report.faults))
             add("ziggurat_verification_failures_total", sum(fault.verification for fault in report.faults))
-            self._set_tier("arena", self._cache.capacity, self._cache.used)
+            add("ziggurat_tier_hits_total", report.read, "pack")
+            add("ziggurat_tier_misses_total", len(report.faults), "pack")
+            self._set_tier(behind, "arena", self._cache.capacity, self._cache.used)
 
     def direct(self, rows: int) -> None:
         """Rows that are read in place."""
@@ -119,9 +138,30 @@ class Account:
     def gauges(self, *, with_heat: bool) -> None:
         """Set everything that is a level, not a count."""
         with self._metrics.writing():
-            self._set_gauges(with_heat=with_heat)
+            self._set_gauges(self._metrics, with_heat=with_heat)
 
-    def _add_fetches(self) -> None:
+    def _fetching(self, rows: int) -> None:
+        """One word on its own, so that a scrape in the middle of a fetch sees it."""
+        self._metrics.set("ziggurat_fetching_rows", rows)
+
+    def _add_time(self, step: StepState) -> None:
+        if step.seconds:
+            self._metrics.observe("ziggurat_step_seconds", [sum(step.seconds.values())])
+            for part, seconds in step.seconds.items():
+                self._metrics.add_seconds("ziggurat_step_part_seconds_total", seconds, part)
+
+    def _add_tokens(self, step: StepState, fetched: int) -> None:
+        """Tokens by phase, and what steps with a prompt among theirs have fetched."""
+        add, prefill = self._metrics.add, step.tokens.prefill
+        prompt = 0 if prefill is None else int(prefill.sum())
+        add("ziggurat_tokens_total", prompt, "prefill")
+        add("ziggurat_tokens_total", step.tokens.count - prompt, "decode")
+        if prompt:
+            add("ziggurat_prompt_steps_total", 1)
+            add("ziggurat_prompt_fetched_rows_total", fetched)
+
+    def _add_fetches(self) -> int:
+        """Book what was fetched since the last time; how many rows came into the pool."""
         add = self._metrics.add
         tally = self._fetcher.take_tally()
         for source in SOURCES:
@@ -133,38 +173,57 @@ class Account:
             self._metrics.observe("ziggurat_fetch_seconds", tally.seconds[source], source)
         add("ziggurat_io_errors_total", tally.io_errors)
         add("ziggurat_verification_failures_total", tally.verification_failures)
-        self._add_inline()
-        self._add_evictions()
+        looked_up = {source: tally.rows[source] + tally.staged[source] for source in SOURCES}
+        add("ziggurat_tier_hits_total", looked_up["arena"], "arena")
+        add("ziggurat_tier_misses_total", looked_up["pack"] + tally.io_errors, "arena")
+        add("ziggurat_tier_hits_total", looked_up["pack"], "pack")
+        add("ziggurat_tier_misses_total", tally.io_errors, "pack")
+        self._metrics.observe("ziggurat_fetch_rows", tally.asked)
+        if tally.keys:
+            layers = np.array(tally.keys) // self._geometry.experts
+            by_layer = np.bincount(layers, minlength=self._geometry.layers)
+            self._metrics.add_layers("ziggurat_layer_fetched_rows_total", by_layer)
+        inline = self._add_inline(self._metrics)
+        self._add_evictions(self._metrics)
+        return inline + sum(tally.rows.values())
 
-    def _add_inline(self) -> None:
-        """What the device has done since it was looked at last."""
-        add, now, before = self._metrics.add, self._inline, self._booked
-        rows = now.rows - before.rows
+    def _add_inline(self, writer: MetricWriter) -> int:
+        """What the device has done since it was looked at last; how many rows it brought into the pool."""
+        add, now, before = writer.add, self._inline, self._booked
+        rows, misses = now.rows - before.rows, now.arena_misses - before.arena_misses
         add("ziggurat_fetched_rows_total", rows, "arena", "pool")
         add("ziggurat_fetched_bytes_total", rows * self._cache.stride, "arena", "pool")
         add("ziggurat_inline_rows_total", rows)
         add("ziggurat_inline_bytes_total", rows * self._cache.stride)
-        add("ziggurat_arena_misses_total", now.arena_misses - before.arena_misses)
-        self._booked = replace(now)
+        add("ziggurat_arena_misses_total", misses)
+        add("ziggurat_tier_hits_total", rows, "arena")
+        add("ziggurat_tier_misses_total", misses, "arena")
+        if rows:
+            writer.add_layers("ziggurat_layer_fetched_rows_total", now.by_layer - before.by_layer)
+            self._booked = replace(now, by_layer=now.by_layer.copy())
+        else:
+            self._booked = replace(now, by_layer=before.by_layer)
+        return rows
 
-    def _add_evictions(self) -> None:
-        add = self._metrics.add
+    def _add_evictions(self, writer: MetricWriter) -> None:
+        add = writer.add
         for tier, evicted in (("pool", self._slots.evictions), ("arena", self._cache.evictions)):
             add("ziggurat_evictions_total", evicted - self._evicted[tier], tier)
             self._evicted[tier] = evicted
+        add("ziggurat_arena_waits_total", self._cache.waits - self._waits)
+        self._waits = self._cache.waits
 
-    def _set_gauges(self, *, with_heat: bool) -> None:
-        put = self._metrics.set
+    def _set_gauges(self, writer: MetricWriter, *, with_heat: bool) -> None:
+        put = writer.set
         put("ziggurat_row_stride_bytes", self._cache.stride)
         put("ziggurat_coverage_ratio", min(1.0, self._slots.slots / self._geometry.rows))
-        self._set_tier("pool", self._slots.slots, self._slots.used)
-        self._set_tier("arena", self._cache.capacity, self._cache.used)
+        self._set_tier(writer, "pool", self._slots.slots, self._slots.used)
+        self._set_tier(writer, "arena", self._cache.capacity, self._cache.used)
         if with_heat:
-            put("ziggurat_pool_heat_ratio", self._heat.share(self._slots.table.numpy != ABSENT))
-            put("ziggurat_pool_heat_best_ratio", self._heat.top_share(self._slots.slots))
+            set_heat(writer, self._heat.counts, self._slots.table.numpy != ABSENT, self._slots.slots)
 
-    def _set_tier(self, tier: str, capacity: int, used: int) -> None:
-        put = self._metrics.set
+    def _set_tier(self, writer: MetricWriter, tier: str, capacity: int, used: int) -> None:
+        put = writer.set
         put("ziggurat_tier_capacity_rows", capacity, tier)
         put("ziggurat_tier_used_rows", used, tier)
         put("ziggurat_tier_capacity_bytes", capacity * self._cache.stride, tier)

@@ -9,9 +9,10 @@ import torch
 
 from ziggurat.kernels.codecs.base import Codec
 from ziggurat.residency.budget import MachineLimits, ModelFacts, plan
-from ziggurat.residency.budget_plan import ArenaKind, RankPlan
+from ziggurat.residency.budget_plan import Plan, RankPlan
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, LocalConsensus
+from ziggurat.residency.describe import describe_budget, describe_link
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.placement import Placement, map_arena, open_arena, open_kernels, open_pool, open_ring
@@ -86,7 +87,8 @@ def open_service(
     try:
         place.check(codec.name)
         machine = machine or MachineLimits(device=str(place.device))
-        kind, one = _rank_plan(config, geometry, pack, machine, consensus, place)
+        whole = _rank_plan(config, geometry, pack, machine, consensus, place)
+        kind, one = whole.arena_kind, whole.ranks[0]
         # The pool first: where a device lacks the memory, nothing else has been done for nothing.
         pool = open_pool(place, one.pool_rows, pack.header.stride)
         shape = _ring_shape(config, geometry, place, one, pack.header.stride)
@@ -94,6 +96,10 @@ def open_service(
             ring = open_ring(place, shape, pack.header.stride)
         kernels = open_kernels(place, geometry, codec)
         arena = _arena(config, place, one, kind, pack.header.stride)
+        metrics = metrics or TierMetrics()
+        describe_budget(metrics, whole)
+        if place.on_gpu:
+            describe_link(metrics, place.device)
         mapped = None if kernels is None else map_arena(place, arena)
         if ring is None and mapped is not None and mapped.view is not None and _needs_ring(config, consensus):
             ring = open_ring(place, ring_of(LEAST_ROWS, geometry.experts), pack.header.stride)
@@ -105,7 +111,7 @@ def open_service(
             pool,
             arena,
             consensus=consensus,
-            metrics=metrics or TierMetrics(),
+            metrics=metrics,
             ops=ops,
             kernels=kernels,
             ring=ring,
@@ -167,7 +173,7 @@ def _rank_plan(
     machine: MachineLimits,
     consensus: Consensus,
     place: Placement,
-) -> tuple[ArenaKind, RankPlan]:
+) -> Plan:
     if (machine.device == "cpu") is place.on_gpu:
         raise UnsupportedDeviceError(
             f"tiers.device.device: the plan is for {machine.device}, but layers compute on {place.device}"
@@ -180,7 +186,7 @@ def _rank_plan(
         geometry.intermediate * consensus.size,
         geometry.layer_ids,
     )
-    whole = plan(
+    return plan(
         config,
         facts,
         pack.header.row_bytes,
@@ -188,4 +194,3 @@ def _rank_plan(
         tp_size=consensus.size,
         rank=consensus.rank,
     ).require()
-    return whole.arena_kind, whole.ranks[0]

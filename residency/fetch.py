@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -30,12 +31,15 @@ class Entry(Enum):
 class FetchTally:
     """Fetches into the pool since the tally was last taken, and rows that went to staging memory instead.
 
-    seconds: per row of the pool, read and copy together; on a device the copy counts until it is queued.
+    seconds: per row of the pool, read and copy together; on a device the copy counts until it is queued. asked: rows
+    that each fetch was for. keys: of the rows that came into the pool.
     """
 
     rows: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     staged: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     seconds: dict[Source, list[float]] = field(default_factory=lambda: {source: [] for source in SOURCES})
+    asked: list[float] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
     io_errors: int = 0
     verification_failures: int = 0
 
@@ -62,6 +66,8 @@ class Fetcher:
         self._cache = cache
         self._tally = FetchTally()
         self._copying: list[tuple[RowPool, RowBatch]] = []
+        self.seconds = 0.0  # spent in `fetch` and `stage` in all
+        self.on_depth: Callable[[int], None] = lambda rows: None  # hears how many rows are being fetched
 
     def take_tally(self) -> FetchTally:
         """Everything fetched since the last call."""
@@ -81,6 +87,25 @@ class Fetcher:
         wanted: key -> weight as in EvictionPolicy.insert, or heat if the entry is SEED. Read errors are returned,
         never raised.
         """
+        with self._at_work(len(wanted)):
+            return self._fetch(wanted, blocked, epoch, entry)
+
+    @contextmanager
+    def _at_work(self, rows: int) -> Iterator[None]:
+        """Books how many rows were asked for and how long that took."""
+        begun = time.perf_counter()
+        self.on_depth(rows)
+        if rows:
+            self._tally.asked.append(float(rows))
+        try:
+            yield
+        finally:
+            self.on_depth(0)
+            self.seconds += time.perf_counter() - begun
+
+    def _fetch(
+        self, wanted: Mapping[int, float], blocked: Container[int], epoch: int, entry: Entry
+    ) -> FetchOutcome:
         slots = dict(zip(wanted, self._slots.take(len(wanted), blocked), strict=False))
         outcome = FetchOutcome()
         written: set[int] = set()
@@ -113,12 +138,13 @@ class Fetcher:
         slots = {key: i for i, key in enumerate(keys)}
         faults: list[RowFault] = []
         wanted = dict.fromkeys(keys, 0.0)
-        for batch in self._cache.rows(wanted, epoch=epoch, reclaim=self.drain):
-            self._copy(batch, slots, memory)
-            for row in batch.rows:
-                self._tally.staged[row.source] += 1
-            self._count_faults(batch)
-            faults += batch.faults
+        with self._at_work(len(keys)):
+            for batch in self._cache.rows(wanted, epoch=epoch, reclaim=self.drain):
+                self._copy(batch, slots, memory)
+                for row in batch.rows:
+                    self._tally.staged[row.source] += 1
+                self._count_faults(batch)
+                faults += batch.faults
         return faults
 
     @property
@@ -149,6 +175,7 @@ class Fetcher:
         for row in batch.rows:
             self._tally.rows[row.source] += 1
             self._tally.seconds[row.source].append(row.seconds + copy_seconds)
+            self._tally.keys.append(row.key)
         self._count_faults(batch)
 
     def _copy(self, batch: RowBatch, slots: Mapping[int, int], memory: RowPool) -> None:

@@ -1,37 +1,97 @@
-"""Every metric of the service: name, type, labels, meaning. Exporters and the README table come from this list."""
+"""Every metric of the service: name, type, labels, meaning. Exporters and docs/metrics.md come from this list."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from ziggurat.residency.inline.choice import SERVINGS
 from ziggurat.residency.passes import OUTCOMES
 
-Kind = Literal["counter", "gauge", "histogram"]
+Kind = Literal["counter", "gauge", "histogram", "info"]
+
+MAX_LAYERS = 128
+"""MoE layers of a model that have series of their own; those beyond it are only in the sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """labels: (label, its possible values) in order. bounds: upper bucket bounds of a histogram, ascending."""
+    """labels: (label, its possible values) in order. bounds: upper bucket bounds of a histogram, ascending.
+
+    per_layer: a counter or gauge with one series for each MoE layer, under the label `layer`, the model's own number.
+    optional: a gauge that is not exported until it is set. An info has the value 1; the values of its labels are set at
+    start.
+    """
 
     name: str
     kind: Kind
     help: str
     labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
     bounds: tuple[float, ...] = ()
+    per_layer: bool = False
+    optional: bool = False
 
     @property
     def words(self) -> int:
         """8-byte cells of one series: a histogram has its buckets, one for the rest, and its sum."""
+        if self.kind == "info":
+            return 0
+        if self.per_layer:
+            return MAX_LAYERS
         return len(self.bounds) + 2 if self.kind == "histogram" else 1
+
+    @property
+    def role(self) -> str:
+        """How it is written: its kind, "seconds" for a counter of seconds, "layer counter" or "layer gauge"."""
+        if self.per_layer:
+            return f"layer {self.kind}"
+        return "seconds" if self.kind == "counter" and self.name.endswith("_seconds_total") else self.kind
+
+    def series(self, layers: int) -> int:
+        """Series of one rank of a model with so many MoE layers, as Prometheus counts them."""
+        if self.kind == "info":
+            return 1
+        combinations = prod(len(values) for _, values in self.labels)
+        if self.kind == "histogram":
+            return combinations * (len(self.bounds) + 3)  # the +Inf bucket, the sum and the count
+        return combinations * (min(layers, MAX_LAYERS) if self.per_layer else 1)
 
 
 _TIER = ("tier", ("pool", "arena"))
+_LADDER = (("tier", ("pool", "arena", "pack")),)
 _ROUTE = (("source", ("arena", "pack")), ("target", ("pool", "arena", "staging")))
 _SOURCE = (("source", ("arena", "pack")),)
-_SECONDS = tuple(m * 10.0**e for e in range(-6, 1) for m in (1.0, 2.5, 5.0))
-_PASSES = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 16.0, 32.0, 64.0)
+PHASES = ("prefill", "decode", "untold")
+STEP_PARTS = ("first_pass", "repeated_passes", "fetch")
+HOTTEST = (("1%", 0.01), ("5%", 0.05), ("10%", 0.10), ("25%", 0.25), ("50%", 0.50))
+"""Parts of the experts, hottest first, whose share of the routings is exported."""
+HOTTEST_TENTH = 0.10
+"""The part of a layer's experts whose share of its routings is exported."""
+BUDGET = (
+    "arena floor",
+    "arena size",
+    "cgroup memory",
+    "device memory",
+    "disk space",
+    "host memory",
+    "locked memory",
+    "NUMA node memory",
+    "pool floor",
+    "staging floor",
+)
+"""What the budget is checked for; checks of single NUMA nodes are one, by the tightest node."""
+_BUDGET = (("check", BUDGET),)
+_SECONDS = tuple(m * 10.0**e for e in range(-5, 1) for m in (1.0, 2.5, 5.0))[:-2]
+_STEP_SECONDS = tuple(m * 10.0**e for e in range(-4, 1) for m in (1.0, 2.5, 5.0))
+_ROWS = tuple(4.0**e for e in range(7))
+_PASSES = (1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 64.0)
+
+
+def _texts(*names: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Labels whose values are texts that are set at start."""
+    return tuple((name, ()) for name in names)
+
 
 METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
@@ -51,11 +111,43 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "ziggurat_replay_missed_pairs_total", "counter", "Those of them whose expert was not in the pool"
     ),
+    MetricSpec(
+        "ziggurat_tier_hits_total",
+        "counter",
+        "Look-ups that a tier answered: routed pairs in the pool, rows in the arena and the pack",
+        labels=_LADDER,
+    ),
+    MetricSpec(
+        "ziggurat_tier_misses_total",
+        "counter",
+        "Look-ups that a tier passed on, or could not answer in the case of the pack",
+        labels=_LADDER,
+    ),
+    MetricSpec(
+        "ziggurat_tokens_total",
+        "counter",
+        "Live tokens of finished steps; untold: of steps that nobody waited for, which tell no prompts apart",
+        labels=(("phase", PHASES),),
+    ),
     MetricSpec("ziggurat_steps_total", "counter", "Steps by how they ended", labels=(("outcome", OUTCOMES),)),
     MetricSpec("ziggurat_steps_without_miss_total", "counter", "Steps that found every expert in the pool"),
     MetricSpec("ziggurat_passes_total", "counter", "Forward passes"),
     MetricSpec("ziggurat_replay_passes_total", "counter", "Forward passes after the first one of a step"),
     MetricSpec("ziggurat_step_passes", "histogram", "Forward passes that a step took", bounds=_PASSES),
+    MetricSpec(
+        "ziggurat_step_seconds",
+        "histogram",
+        "Time of a step, of those that the host waited for",
+        bounds=_STEP_SECONDS,
+    ),
+    MetricSpec(
+        "ziggurat_step_part_seconds_total",
+        "counter",
+        "The same by part: the first pass, later passes, and rows that the host fetched meanwhile",
+        labels=(("part", STEP_PARTS),),
+    ),
+    MetricSpec("ziggurat_prompt_steps_total", "counter", "Steps with tokens of a prompt among theirs"),
+    MetricSpec("ziggurat_prompt_fetched_rows_total", "counter", "Rows that such steps brought into the pool"),
     MetricSpec("ziggurat_fetched_rows_total", "counter", "Rows moved between tiers", labels=_ROUTE),
     MetricSpec(
         "ziggurat_fetched_bytes_total",
@@ -66,9 +158,19 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "ziggurat_fetch_seconds",
         "histogram",
-        "Time to bring one row into the pool, read and copy",
+        "Time in which the host brought one row into the pool, read and copy",
         labels=_SOURCE,
         bounds=_SECONDS,
+    ),
+    MetricSpec(
+        "ziggurat_fetch_rows",
+        "histogram",
+        "Rows that the host asked for at once: the queue's depth",
+        bounds=_ROWS,
+    ),
+    MetricSpec("ziggurat_fetching_rows", "gauge", "Rows that the host is bringing at this moment"),
+    MetricSpec(
+        "ziggurat_arena_waits_total", "counter", "Requests that found no place in the arena and had to wait"
     ),
     MetricSpec(
         "ziggurat_inline_rows_total",
@@ -104,6 +206,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("ziggurat_tier_capacity_bytes", "gauge", "Bytes of a tier's rows when full", labels=(_TIER,)),
     MetricSpec("ziggurat_tier_used_bytes", "gauge", "Bytes of the rows that a tier holds", labels=(_TIER,)),
     MetricSpec("ziggurat_tier_occupancy_ratio", "gauge", "Used rows / capacity of a tier", labels=(_TIER,)),
+    MetricSpec("ziggurat_tier_floor_rows", "gauge", "Rows that a tier needs to work at all", labels=(_TIER,)),
     MetricSpec(
         "ziggurat_direct_rows",
         "gauge",
@@ -118,13 +221,78 @@ METRICS: tuple[MetricSpec, ...] = (
         "gauge",
         "Share of recent routings that went to the hottest experts, as many as the pool has slots",
     ),
+    MetricSpec(
+        "ziggurat_heat_ratio",
+        "gauge",
+        "Share of recent routings that went to the hottest part of all experts",
+        labels=(("hottest", tuple(name for name, _ in HOTTEST)),),
+    ),
+    MetricSpec(
+        "ziggurat_layer_fetched_rows_total", "counter", "Rows of a layer moved into the pool", per_layer=True
+    ),
+    MetricSpec(
+        "ziggurat_layer_pool_heat_ratio",
+        "gauge",
+        "Share of a layer's recent routings that went to experts in the pool",
+        per_layer=True,
+    ),
+    MetricSpec(
+        "ziggurat_layer_hottest_tenth_ratio",
+        "gauge",
+        "Share of a layer's recent routings that went to the hottest tenth of its experts",
+        per_layer=True,
+    ),
+    MetricSpec(
+        "ziggurat_budget_bytes",
+        "gauge",
+        "What the budget needed at start, by check; a check that did not apply is absent",
+        labels=_BUDGET,
+        optional=True,
+    ),
+    MetricSpec(
+        "ziggurat_limit_bytes",
+        "gauge",
+        "What there was for it",
+        labels=_BUDGET,
+        optional=True,
+    ),
+    MetricSpec(
+        "ziggurat_link_bytes_per_second",
+        "gauge",
+        "What the GPU's PCI Express link can carry by its standard; absent where it is not known",
+        optional=True,
+    ),
+    MetricSpec(
+        "ziggurat_tiers_info",
+        "info",
+        "How the tiers are set up",
+        labels=_texts("codec", "device", "eviction", "miss_mode", "layers", "experts", "top_k"),
+    ),
+    MetricSpec(
+        "ziggurat_build_info",
+        "info",
+        "Releases that this process runs",
+        labels=_texts("version", "python", "torch", "vllm"),
+    ),
 )
 
 
 def markdown_table() -> str:
-    """The metrics as a Markdown table, for the README."""
-    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    """The metrics as a Markdown table, for docs/metrics.md."""
+    rows = ["| metric | type | labels | series | meaning |", "|---|---|---|---:|---|"]
     for spec in METRICS:
-        labels = ", ".join(f"`{name}`={'/'.join(values)}" for name, values in spec.labels)
-        rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
+        labels = [f"`{name}`" + (f"={'/'.join(values)}" if values else "") for name, values in spec.labels]
+        one = str(spec.series(1)) if not spec.per_layer else f"{spec.series(1)} × layers"
+        if spec.per_layer:
+            labels.append("`layer`")
+        rows.append(f"| `{spec.name}` | {spec.kind} | {', '.join(labels)} | {one} | {spec.help} |")
+    fixed = sum(spec.series(0) for spec in METRICS)
+    each = sum(spec.series(1) for spec in METRICS) - fixed
+    most = sum(spec.series(MAX_LAYERS) for spec in METRICS)
+    rows += [
+        "",
+        f"Series of one rank: at most {fixed} and {each} for each MoE layer, of which {MAX_LAYERS} at most have series "
+        f"of their own: {most} at the very most, {fixed + 43 * each} for a model with 43 layers. Beside the labels "
+        "here each has `rank`. No label has values that requests, users or time could add to.",
+    ]
     return "\n".join(rows) + "\n"

@@ -80,7 +80,10 @@ class StepResult(Generic[T]):
 
 @dataclass(slots=True)
 class StepState:
-    """Counts of one step. deferred: they are still on their way from the device when the step returns."""
+    """Counts of one step. deferred: they are still on their way from the device when the step returns.
+
+    seconds: where its time went, by STEP_PARTS; empty if nobody looked.
+    """
 
     tokens: StepTokens
     epoch: int
@@ -89,6 +92,7 @@ class StepState:
     missed_pairs: int = 0
     replay_routed_pairs: int = 0
     replay_missed_pairs: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
     routes: list[Route] = field(default_factory=list)  # of the pass whose result the step returned
 
 

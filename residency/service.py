@@ -20,6 +20,7 @@ from ziggurat.residency.account import Account
 from ziggurat.residency.background import BackgroundThread
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, NoConsensus
+from ziggurat.residency.describe import describe_service
 from ziggurat.residency.device_layer import DeviceLayers
 from ziggurat.residency.device_state import DeviceState
 from ziggurat.residency.direct_layers import open_direct
@@ -52,6 +53,7 @@ from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.slots import SlotPool, SlotTable
 from ziggurat.residency.step import MissSettings, StepRunner
+from ziggurat.residency.step_clock import StepClock
 from ziggurat.residency.streaming.layers import StreamedLayers
 from ziggurat.residency.streaming.ring import StagingRing
 
@@ -218,6 +220,7 @@ class ExpertService:
         self._account.gauges(with_heat=True)
         if kernels is not None:
             logger.info("misses are served %s: %s", _SERVED[self.choice.serving], self.choice.reason)
+        describe_service(metrics, config, geometry, pool.device)
         # Guards heat and what is booked late; held during a capture, it keeps that thread from asking the device.
         self._books = threading.RLock()
         self._late_books = LateBooks(self._book_late)
@@ -263,8 +266,11 @@ class ExpertService:
         self._close_late_epoch()
         self._in_step = True
         step = StepState(tokens, self.cache.open_epoch())
+        clock = StepClock(lambda: self._fetcher.seconds)
         try:
-            result = self._runner.run(forward, step)
+            result = self._runner.run(clock.watch(forward), step)
+            if not step.deferred:
+                step.seconds = clock.parts()
         finally:
             self._in_step = False
             self._close_epoch(step.epoch)
@@ -431,9 +437,9 @@ class ExpertService:
                 self.heat.add(route.layer, route.experts, route.pairs)
             self.heat.advance()
             passed, self._policies_late = 1 + self._policies_late, 0
+            self._account.step(step, result)
         self.slots.policy.advance(passed)
         self.cache.advance(passed)
-        self._account.step(step, result)
         if self._steps % self._config.heat.save_every_steps == 0:
             self._save_heat()
 

@@ -34,11 +34,17 @@ _SPARE = 24  # downloads of deferred passes that are at hand
 
 @dataclass(slots=True)
 class InlineCounts:
-    """What passes did since the start. rows: copied into slots by the device. arena_misses: rows that it wanted and
-    the arena did not have."""
+    """What passes did since the start. rows: copied into slots by the device; by_layer: the same, int64 [L].
+    arena_misses: rows that it wanted and the arena did not have."""
 
+    by_layer: IntArray
     rows: int = 0
     arena_misses: int = 0
+
+    @classmethod
+    def of(cls, layers: int) -> InlineCounts:
+        """Nothing yet."""
+        return cls(np.zeros(layers, dtype=np.int64))
 
 
 class InlineLayers:
@@ -63,7 +69,7 @@ class InlineLayers:
         direct: DirectLayers | None = None,
     ) -> None:
         self.defers = True
-        self.counts = InlineCounts()
+        self.counts = InlineCounts.of(geometry.layers)
         self._geometry = geometry
         self._kernels = kernels
         self._slots = slots
@@ -181,6 +187,8 @@ class InlineLayers:
         self.counts.arena_misses += len(events.keys) - rows
         if rows:
             keys, evicted = events.keys[admitted], events.evicted[admitted]
+            layers = keys // self._geometry.experts
+            self.counts.by_layer += np.bincount(layers, minlength=self._geometry.layers)
             self._slots.follow(keys, events.slots[admitted], evicted)
             if not self._cache.full:  # nothing is evicted from an arena that has all
                 self._cache.touch(keys.tolist())

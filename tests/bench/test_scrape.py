@@ -9,19 +9,28 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from bench.scrape import Scrape, problems, total_steps
 from ziggurat.integration.observability.collector import TierCollector
+from ziggurat.residency.metric_specs import METRICS
 from ziggurat.residency.metrics import TierMetrics
 
 STRIDE = 4096
 PAIRS = 240
 
 
+def described(metrics: TierMetrics) -> None:
+    infos = {spec.name: {label: "?" for label, _ in spec.labels} for spec in METRICS if spec.kind == "info"}
+    metrics.describe(range(6), infos)
+
+
 def consistent() -> TierMetrics:
     """What a service that computed 10 tokens in 3 steps may have counted."""
     metrics = TierMetrics()
+    described(metrics)
     with metrics.writing():
         metrics.add("ziggurat_routed_pairs_total", PAIRS)
         metrics.add("ziggurat_hit_pairs_total", 200)
         metrics.add("ziggurat_missed_pairs_total", 40)
+        metrics.add("ziggurat_tier_hits_total", 200, "pool")
+        metrics.add("ziggurat_tier_misses_total", 40, "pool")
         metrics.add("ziggurat_steps_total", 2, "clean")
         metrics.add("ziggurat_steps_total", 1, "replayed")
         metrics.add("ziggurat_passes_total", 4)
@@ -57,6 +66,7 @@ SPOILERS: dict[str, Callable[[TierMetrics], None]] = {
         m.add("ziggurat_routed_pairs_total", 1),  # type: ignore[func-returns-value]  # a lambda of two calls
         m.add("ziggurat_hit_pairs_total", 1),  # type: ignore[func-returns-value]
     )[0],
+    "misses of the pool as a tier": lambda m: m.add("ziggurat_tier_misses_total", 1, "pool"),
     "passes = steps": lambda m: m.add("ziggurat_passes_total", 1),
     "pass histogram": lambda m: m.observe("ziggurat_step_passes", [1.0]),
     "from pack to arena": lambda m: m.add("ziggurat_fetched_bytes_total", 1, "pack", "arena"),

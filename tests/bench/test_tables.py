@@ -98,6 +98,15 @@ def test_the_metrics_table_names_every_metric(results: Path) -> None:
     assert "stale" not in rendered
 
 
+def test_the_metrics_table_is_in_the_docs_and_has_every_metric() -> None:
+    """A metric that is added, renamed or changed without `python bench/tables.py` fails here."""
+    page = (tables.ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert page.count("<!-- metrics:begin -->") == 1
+    rows = [line.split("|")[1].strip(" `") for line in page.splitlines() if line.startswith("| `ziggurat_")]
+    assert rows == [spec.name for spec in METRICS]
+    assert tables.render(page) == page
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -137,7 +146,7 @@ def test_check_finds_a_stale_table(
 def test_the_pages_are_up_to_date() -> None:
     for page in tables.PAGES:
         text = page.read_text(encoding="utf-8")
-        assert "<!-- metrics:begin -->" in text or "<!-- results:begin h200/" in text
+        assert "<!-- results:begin " in text or "<!-- sizing:begin -->" in text
         assert tables.render(text) == text
 
 

@@ -31,6 +31,8 @@ def scrape(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 @pytest.fixture
 def metrics() -> TierMetrics:
     written = TierMetrics()
+    build = {"version": "1", "python": "3", "torch": "2", "vllm": 'a "b"'}
+    written.describe((3, 5), {"ziggurat_build_info": build})
     with written.writing():
         written.add("ziggurat_routed_pairs_total", 12)
         written.add("ziggurat_fetched_bytes_total", 8192, "arena", "pool")
@@ -45,6 +47,9 @@ def test_every_metric_is_exported(metrics: TierMetrics) -> None:
     seen = scrape(generate_latest(registry).decode())
     names = {name for name, _ in seen}
     for spec in METRICS:
+        if spec.optional or spec.name == "ziggurat_tiers_info":
+            assert spec.name not in names
+            continue
         expected = f"{spec.name}_bucket" if spec.kind == "histogram" else spec.name
         assert expected in names
     rank = ("rank", "1")
@@ -52,6 +57,9 @@ def test_every_metric_is_exported(metrics: TierMetrics) -> None:
     labels = frozenset([rank, ("source", "arena"), ("target", "pool")])
     assert seen["ziggurat_fetched_bytes_total", labels] == 8192
     assert seen["ziggurat_coverage_ratio", frozenset([rank])] == 0.25
+    build = frozenset([rank, ("version", "1"), ("python", "3"), ("torch", "2"), ("vllm", 'a "b"')])
+    assert seen["ziggurat_build_info", build] == 1
+    assert seen["ziggurat_layer_fetched_rows_total", frozenset([rank, ("layer", "5")])] == 0
     pack = ("source", "pack")
     assert seen["ziggurat_fetch_seconds_count", frozenset([rank, pack])] == 2
     assert seen["ziggurat_fetch_seconds_bucket", frozenset([rank, pack, ("le", "0.0005")])] == 1
@@ -63,6 +71,16 @@ def test_names_follow_prometheus_conventions() -> None:
         assert spec.name.startswith("ziggurat_")
         assert spec.name.endswith("_total") == (spec.kind == "counter")
         assert spec.help
+
+
+def test_a_scrape_of_a_large_model_has_the_lines_that_the_table_promises(metrics: TierMetrics) -> None:
+    metrics.describe(range(61), {})
+    registry = CollectorRegistry()
+    registry.register(TierCollector(lambda: {rank: metrics.samples() for rank in range(4)}))
+    lines = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
+    absent = sum(spec.series(61) for spec in METRICS if spec.optional or spec.kind == "info")
+    assert len(lines) == 4 * (sum(spec.series(61) for spec in METRICS) - absent)
+    assert len(lines) == len({line.rpartition(" ")[0] for line in lines})
 
 
 def test_another_process_reads_the_buffer(tmp_path: Path) -> None:

@@ -124,6 +124,13 @@ def test_counts_add_up(packs: FakePacks, model: FakeModel, places: int) -> None:
     assert value("ziggurat_fetched_rows_total", "arena", "pool") - before["arena"] == inline > 0
     moved = sum(value("ziggurat_fetched_rows_total", name, "pool") for name in ("arena", "pack"))
     assert moved == service.slots.used + value("ziggurat_evictions_total", "pool")
+    samples = service.metrics.samples()
+    assert sum(s.value for s in samples if s.spec.name == "ziggurat_layer_fetched_rows_total") == moved
+    assert value("ziggurat_tier_hits_total", "pool") == value("ziggurat_hit_pairs_total")
+    assert value("ziggurat_tier_misses_total", "pool") == value("ziggurat_missed_pairs_total")
+    assert value("ziggurat_tier_hits_total", "arena") >= inline
+    assert value("ziggurat_tier_misses_total", "arena") >= value("ziggurat_arena_misses_total")
+    assert sum(value("ziggurat_tokens_total", phase) for phase in ("prefill", "decode", "untold")) == 20 * 2
     assert value("ziggurat_miss_serving_ratio", "inline") == 1
     if places == ROWS:
         assert {result.outcome for result in results} == {"inline"}
