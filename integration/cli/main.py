@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from ziggurat.integration.cli import bench, doctor, packs, plan, replay, serve
+from ziggurat.integration.cli import bench, doctor, packs, plan, replay, serve, simulate, trace
 from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.preflight import REFUSALS
 from ziggurat.integration.vllm.errors import IntegrationError
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for module in (plan, doctor, packs, serve, replay, bench):
+for module in (plan, doctor, packs, serve, replay, simulate, trace, bench):
     module.register(app)
 
 
