@@ -21,11 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import gpu_tables, inline_tables, study_tables  # noqa: E402
+from bench.policies import tables as policy_tables  # noqa: E402
 from bench.results_io import RESULTS, read_json  # noqa: E402
 from ziggurat.residency.metric_specs import markdown_table  # noqa: E402
 
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "performance.md")
+PAGES = (README, *(ROOT / "docs" / f"{page}.md" for page in ("benchmarks", "performance", "policies")))
 _RESULTS = re.compile(
     r"(?P<begin><!-- results:begin (?P<name>[a-z0-9_/-]+) -->\n).*?(?P<end><!-- results:end (?P=name) -->)",
     re.DOTALL,
@@ -130,12 +131,18 @@ def boot(result: Mapping[str, Any]) -> str:
     return f"{markdown([what, 'after'], rows)}\n{_origin(result)}\n"
 
 
+def policies(result: Mapping[str, Any]) -> str:
+    """Eviction policies on routing traces."""
+    return policy_tables.policies(result, markdown, _origin)
+
+
 RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "heldout_loss": heldout_loss,
     "throughput": throughput,
     "boot": boot,
     "admission_policy": lambda result: study_tables.admission_policy(result, markdown),
     "lookahead": lambda result: study_tables.lookahead(result, markdown),
+    "policies": policies,
 }
 
 GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]] = {
@@ -183,7 +190,7 @@ def _table(name: str, results: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Render the tables of the README and of two pages in docs.")
+    parser = argparse.ArgumentParser(description="Render the tables of the README and of pages in docs.")
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a table is stale")
     check = parser.parse_args(arguments).check
     return max(_bring_up_to_date(page, check) for page in PAGES)
