@@ -1,4 +1,4 @@
-"""Line plots as PNG files, drawn with Pillow, which comes with vLLM."""
+"""Line plots as PNG files, drawn with Pillow."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def draw_panels(path: Path, title: str, panels: Sequence[Panel]) -> None:
         draw_module: Any = importlib.import_module("PIL.ImageDraw")
         font_module: Any = importlib.import_module("PIL.ImageFont")
     except ImportError as error:
-        raise CliError("--plot needs Pillow, which comes with vLLM: pip install pillow") from error
+        raise CliError("--plot needs Pillow, which is not installed: pip install pillow") from error
     size = (_SCALE * (_WIDTH * len(panels) + _LEGEND), _SCALE * _HEIGHT)
     image = image_module.new("RGB", size, "white")
     canvas = _Canvas(draw_module.Draw(image), font_module)

@@ -32,7 +32,7 @@ def compiled() -> Compiled:
         numba: Any = importlib.import_module("numba")
     except ImportError as error:
         raise PolicyError(
-            "policy.eviction next-use needs numba, which comes with vLLM: install it, or choose heat-weighted"
+            "policy.eviction: next-use needs numba, which is not installed: pip install numba, or choose heat-weighted"
         ) from error
     names = ("record", "follow", "warm", "score", "coldest")
     return Compiled(*(numba.njit(getattr(next_use_score, name), nogil=True) for name in names))

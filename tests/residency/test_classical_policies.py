@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
+from ziggurat.residency.policies import next_use
 from ziggurat.residency.policies.base import EvictionPolicy, PolicySettings
 from ziggurat.residency.policies.next_use import NextUsePolicy
+from ziggurat.residency.policies.next_use_compiled import compiled
 from ziggurat.residency.policies.registry import arena_policy, make_policy, policy_names
+from ziggurat.residency.runtime_errors import PolicyError
 
 
 def fill(policy: EvictionPolicy, keys: str) -> None:
@@ -179,6 +184,13 @@ def test_next_use_remembers_a_longer_past_than_one_step() -> None:
         told(policy, 0, [1 + first], 6)
         policy.advance()
     assert right > 4 * wrong
+
+
+def test_without_numba_next_use_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(next_use, "compiled", compiled.__wrapped__)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(PolicyError, match="pip install numba, or choose heat-weighted"):
+        make_policy("next-use", PolicySettings(layers=1, experts=4))
 
 
 def test_next_use_is_an_lru_until_it_hears_of_routing() -> None:

@@ -19,7 +19,7 @@ def test_a_recorded_run_is_simulated_to_the_count(
 ) -> None:
     from ziggurat.integration.determinism.engine import open_engine
 
-    tiers = make_tiers(pool="25%", eviction="next-use")
+    tiers = make_tiers(pool="25%", eviction="heat-weighted")
     with open_engine(demo_model, tiers, {"record_routing": str(tmp_path)}) as engine:
         engine.run([SINGLE], 12)
         engine.run(BATCH, 8)
@@ -32,7 +32,9 @@ def test_a_recorded_run_is_simulated_to_the_count(
     assert np.diff(trace.batches).max() > 4, "prompts"
     assert trace.prefill.any()
     events = make_events(trace, 1)
-    found = run(events, "next-use", make_pool(events, "next-use", 48, sharing="shared", atomic=False)).all
+    found = run(
+        events, "heat-weighted", make_pool(events, "heat-weighted", 48, sharing="shared", atomic=False)
+    ).all
     metric = service.metrics.value
     assert found.steps == sum(metric("ziggurat_steps_total", outcome) for outcome in ("clean", "exact"))
     assert found.pairs == metric("ziggurat_routed_pairs_total")
