@@ -21,13 +21,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import gpu_tables, inline_tables, sizing, study_tables  # noqa: E402
+from bench.policies import tables as policy_tables  # noqa: E402
 from bench.results_io import RESULTS, read_json  # noqa: E402
 from ziggurat.residency.metric_specs import markdown_table  # noqa: E402
 
 README = ROOT / "README.md"
 PAGES = (
     README,
-    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "metrics", "performance", "sizing")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("benchmarks", "metrics", "performance", "policies", "sizing")
+    ),
 )
 _RESULTS = re.compile(
     r"(?P<begin><!-- results:begin (?P<name>[a-z0-9_/-]+) -->\n).*?(?P<end><!-- results:end (?P=name) -->)",
@@ -154,6 +158,11 @@ def scrape_cost(result: Mapping[str, Any]) -> str:
     return f"{markdown(header, rows)}\n{note} {_origin(result)}\n"
 
 
+def policies(result: Mapping[str, Any]) -> str:
+    """Eviction policies on routing traces."""
+    return policy_tables.policies(result, markdown, _origin)
+
+
 RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "scrape_cost": scrape_cost,
     "heldout_loss": heldout_loss,
@@ -161,6 +170,7 @@ RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "boot": boot,
     "admission_policy": lambda result: study_tables.admission_policy(result, markdown),
     "lookahead": lambda result: study_tables.lookahead(result, markdown),
+    "policies": policies,
 }
 
 GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]] = {

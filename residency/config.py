@@ -211,7 +211,19 @@ class CodecsConfig(_Section):
 
 
 class PolicyConfig(_Section):
-    eviction: Literal["lru", "lfu-decay"] = "lfu-decay"
+    eviction: Literal[
+        "arc",
+        "clock",
+        "heat-weighted",
+        "lfru",
+        "lfu-decay",
+        "lru",
+        "next-use",
+        "s3-fifo",
+        "sieve",
+        "slru",
+        "w-tinylfu",
+    ] = "lfu-decay"
     prefetch: Annotated[tuple[str, ...], BeforeValidator(_read_prefetch)] = ()
 
 

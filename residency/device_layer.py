@@ -165,6 +165,7 @@ class DeviceLayers:
         pairs, steady = count_pairs(ids, self._geometry.experts, prefill)
         experts = np.flatnonzero(pairs)
         resident = self._slots.resident(layer, experts)
+        self._slots.routed(layer, ids, prefill)
         self._account(state, layer, experts, pairs[experts], steady[experts], resident)
         self._add(layer, experts[resident], part)
 

@@ -85,6 +85,8 @@ class LayerRunner:
         groups = group_pairs(ids, self._geometry.experts, state.step.tokens.prefill)
         keys = groups.experts + layer * self._geometry.experts
         resident = self._slots.resident(layer, groups.experts)
+        if state.mode is PassMode.INLINE:
+            self._slots.routed(layer, ids, state.step.tokens.prefill)
         self._account(state, layer, groups, keys, resident)
 
         partials = torch.zeros((live, self._geometry.top_k, self._geometry.hidden), dtype=torch.float32)

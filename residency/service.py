@@ -47,7 +47,8 @@ from ziggurat.residency.passes import (
     StepState,
     StepTokens,
 )
-from ziggurat.residency.policies.registry import make_policy
+from ziggurat.residency.policies.base import PolicySettings
+from ziggurat.residency.policies.registry import arena_policy, make_policy
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import StepError
@@ -149,7 +150,9 @@ class ExpertService:
         self._preheater: Preheater | None = None
 
         table = SlotTable(geometry.layers, geometry.experts, pool.slots, codec.name)
-        self.slots = SlotPool(pool, table, make_policy(config.policy.eviction), _order(pool.slots, slot_seed))
+        eviction = config.policy.eviction
+        known = PolicySettings(layers=geometry.layers, experts=geometry.experts)
+        self.slots = SlotPool(pool, table, make_policy(eviction, known), _order(pool.slots, slot_seed))
         self.choice = choose(
             config.miss.mode,
             mapped,
@@ -160,7 +163,7 @@ class ExpertService:
         )
         kind = InlineCache if self.choice.serving == "inline" else HostCache
         self.cache = kind(
-            pack, arena, make_policy(config.policy.eviction), experts=geometry.experts, staging=readers
+            pack, arena, make_policy(arena_policy(eviction)), experts=geometry.experts, staging=readers
         )
         self._fetcher = Fetcher(self.slots, self.cache)
         direct = open_direct(

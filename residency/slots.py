@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ziggurat.kernels.admission import WITHHELD
+from ziggurat.residency.passes import BoolArray
 from ziggurat.residency.policies.base import EvictionPolicy
 from ziggurat.residency.ports import RowPool
 from ziggurat.residency.runtime_errors import SlotError
@@ -209,6 +210,10 @@ class SlotPool:
                 raise SlotError(f"slot {slot} was given back but had not been taken")
             self.table.owners[slot] = _FREE
             self._free.append(slot)
+
+    def routed(self, layer: int, ids: npt.NDArray[np.integer], prefill: BoolArray | None) -> None:
+        """Tell the policy where a layer's tokens go, ids [T, k]; before their touches and fetches."""
+        self.policy.routed(layer, ids if prefill is None else ids[~prefill])
 
     def touch(self, weights: Mapping[int, float]) -> None:
         """Record uses of resident rows: key -> routed pairs."""

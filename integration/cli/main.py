@@ -7,7 +7,18 @@ import sys
 import typer
 from rich.console import Console
 
-from ziggurat.integration.cli import bench, doctor, packs, plan, replay, report, serve, top
+from ziggurat.integration.cli import (
+    bench,
+    doctor,
+    packs,
+    plan,
+    replay,
+    report,
+    serve,
+    simulate,
+    top,
+    trace,
+)
 from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.preflight import REFUSALS
 from ziggurat.integration.vllm.errors import IntegrationError
@@ -19,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for module in (plan, doctor, packs, serve, replay, bench, top, report):
+for module in (plan, doctor, packs, serve, replay, simulate, trace, bench, top, report):
     module.register(app)
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.cli.options import ConfigOption, ModelArgument, read_inputs
 from ziggurat.integration.cli.progress import RowProgress
+from ziggurat.integration.cli.prompts import read_prompts
 from ziggurat.integration.determinism.cases import Job, make_cases, make_workloads
 from ziggurat.integration.determinism.environment import offline_environment
 from ziggurat.integration.packing import ensure_packs
@@ -24,12 +25,6 @@ from ziggurat.residency.errors import ConfigError
 from ziggurat.residency.sizes import Size
 from ziggurat.stores.checkpoint import Checkpoint
 
-_PROMPTS = (
-    "def read_config(path):\n    ",
-    "import os\nimport sys\n\nclass Cache:\n",
-    "# The quick brown fox",
-    "for i in range(10):\n",
-)
 _MODES = ("inline", "replay")
 
 
@@ -62,7 +57,7 @@ def replay(
 ) -> None:
     """Run prompts at several pool sizes, miss modes, slot orders and batches; status 1 if any logit bit differs."""
     folder, tiers = read_inputs(model, config)
-    texts = _read_prompts(prompts)
+    texts = read_prompts(prompts)
     sizes = [part.strip() for part in pools.split(",") if part.strip()]
     if not sizes:
         raise CliError("--pools names no size")
@@ -86,18 +81,6 @@ def replay(
         _show(results, identical, moved)
     if not identical or (strict and moved):
         raise typer.Exit(1)
-
-
-def _read_prompts(path: Path | None) -> list[str]:
-    if path is None:
-        return list(_PROMPTS)
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise CliError(f"cannot read prompts from {path}: {error}") from error
-    if not lines:
-        raise CliError(f"{path} holds no prompt")
-    return lines
 
 
 def _run(job: Job) -> tuple[list[dict[str, Any]], int]:

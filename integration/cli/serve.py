@@ -33,6 +33,13 @@ def serve(
     context: typer.Context,
     model: ModelArgument = None,
     config: ConfigOption = None,
+    record_routing: Annotated[
+        Path | None,
+        typer.Option(
+            "--record-routing",
+            help="Folder that receives routing.npz, a trace of where tokens go, for `ziggurat simulate`.",
+        ),
+    ] = None,
     debug_json: Annotated[str | None, typer.Option("--debug-json", hidden=True)] = None,
 ) -> None:
     """Serve MODEL through tiers; arguments after `--` go to `vllm serve`."""
@@ -40,7 +47,10 @@ def serve(
     folder, tiers = read_inputs(model, config)
     check_version()
     check_plugin_visible()
-    arguments = vllm_arguments(folder, tiers, extra, _parse_debug(debug_json))
+    debug = _parse_debug(debug_json)
+    if record_routing is not None:
+        debug["record_routing"] = str(record_routing.absolute())
+    arguments = vllm_arguments(folder, tiers, extra, debug)
     tp = tensor_parallel_size(extra)
     preflight(folder, tiers, tp)
     with Checkpoint.open(folder) as checkpoint, RowProgress(f"packing {tiers.codecs.base}") as progress:

@@ -92,7 +92,7 @@ def _wrap_forward(original: Any) -> Any:
 
         count = scheduler_output.total_num_scheduled_tokens
         if tiered.service.complete:
-            return tiered.service.run_step(forward, StepTokens(count)).value
+            return tiered.run_step(forward, StepTokens(count)).value
 
         batch = self.input_batch
         n = len(batch.req_ids)
@@ -100,7 +100,7 @@ def _wrap_forward(original: Any) -> Any:
         # A step of a GPU that replays no graph runs in eager code anyway, where misses are served at once.
         eager = tiered.place.on_gpu and get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.NONE
         prefill = np.repeat(in_prompt, _scheduled(self, scheduler_output)) if in_prompt.any() else None
-        result = tiered.service.run_step(forward, StepTokens(count, prefill, eager))
+        result = tiered.run_step(forward, StepTokens(count, prefill, eager))
         if result.failures and result.failed_tokens is not None:
             requests, counts = list(batch.req_ids), _scheduled(self, scheduler_output)
             setattr(self, _FAILED, _failed_requests(requests, counts, result.failed_tokens, result.failures))

@@ -16,17 +16,20 @@ from ziggurat.residency.config import TiersConfig
 
 KEY = "ziggurat"
 LOAD_FORMAT = "ziggurat"
-_DEBUG_KEYS = frozenset({"capture_logits", "replay", "consensus", "shuffle_slots", "kernels"})
+_DEBUG_KEYS = frozenset(
+    {"capture_logits", "replay", "consensus", "shuffle_slots", "kernels", "record_routing"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class DebugOptions:
-    """Switches of the determinism tests; none changes what a healthy run answers.
+    """Switches of the determinism tests and of `ziggurat trace record`; none changes what a healthy run answers.
 
     capture_logits: folder that receives every step's logits, bit for bit (see ``capture.py``).
     replay: False leaves missing experts out (negative control: results are then wrong).
     consensus: False lets each tensor-parallel rank decide alone (negative control: ranks then diverge or hang).
     shuffle_slots: seed for the order in which free slots are handed out.
+    record_routing: folder that receives `routing.npz`, where every token of every layer went (see ``recording.py``).
     kernels: run the layers of a CPU the way those of a GPU run, behind kernels and static tensors.
     """
 
@@ -35,6 +38,7 @@ class DebugOptions:
     consensus: bool = True
     shuffle_slots: int | None = None
     kernels: bool = False
+    record_routing: Path | None = None
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> DebugOptions:
@@ -44,6 +48,7 @@ class DebugOptions:
                 f"additional_config.{KEY}.debug: unknown key {unknown[0]!r}; known: {sorted(_DEBUG_KEYS)}"
             )
         folder = raw.get("capture_logits")
+        routing = raw.get("record_routing")
         seed = raw.get("shuffle_slots")
         return cls(
             capture_logits=None if folder is None else Path(str(folder)),
@@ -51,6 +56,7 @@ class DebugOptions:
             consensus=bool(raw.get("consensus", True)),
             shuffle_slots=None if seed is None else int(seed),
             kernels=bool(raw.get("kernels", False)),
+            record_routing=None if routing is None else Path(str(routing)),
         )
 
 

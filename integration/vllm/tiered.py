@@ -21,13 +21,14 @@ from ziggurat.integration.preflight import kernel_workspace
 from ziggurat.integration.vllm.capture import LogitsCapture
 from ziggurat.integration.vllm.compute import join_logs
 from ziggurat.integration.vllm.errors import SetupError, UnsupportedFeatureError
+from ziggurat.integration.vllm.recording import RoutingRecording
 from ziggurat.integration.vllm.settings import Settings
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.residency.consensus import Consensus
 from ziggurat.residency.factory import geometry_of, open_service
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.placement import Placement
-from ziggurat.residency.service import ExpertService
+from ziggurat.residency.service import ExpertService, PassPath, StepResult, StepTokens
 from ziggurat.stores.checkpoint import Checkpoint
 
 logger = logging.getLogger("vllm.ziggurat")
@@ -77,6 +78,7 @@ class TieredModel:
         self.service: ExpertService | None = None
         folder = settings.debug.capture_logits
         self.capture = None if folder is None else LogitsCapture(folder, rank)
+        self.recording: RoutingRecording | None = None
         self._layers: list[str] = []
         self._clamps: set[float | None] = set()
         self._buffer: SharedBuffer | None = None
@@ -163,6 +165,9 @@ class TieredModel:
             replay_enabled=debug.replay,
             consensus_enabled=debug.consensus,
         )
+        if debug.record_routing is not None and self.rank == 0:
+            model = self.checkpoint.path.name
+            self.recording = RoutingRecording(debug.record_routing, self.service.geometry, self.place, model)
         port = config.metrics.port
         if port is not None:
             self._stop_endpoint = serve_metrics(self.service.metrics, self.rank, port)
@@ -184,7 +189,18 @@ class TieredModel:
         service = self.service
         if service is None:
             raise SetupError("a tiered layer ran before its tiers were opened")
+        if self.recording is not None:
+            self.recording.layer(layer, topk_ids)
         return service.moe(layer, x, topk_weights, topk_ids)
+
+    def run_step(self, forward: Callable[[PassPath], Any], tokens: StepTokens) -> StepResult[Any]:
+        """One step of the service, recorded if that was asked for."""
+        if self.service is None:
+            raise SetupError("a step began before the tiers were opened")
+        result = self.service.run_step(forward, tokens)
+        if self.recording is not None:
+            self.recording.step(tokens)
+        return result
 
     def close(self) -> None:
         """Give everything back; idempotent."""
@@ -200,3 +216,5 @@ class TieredModel:
             self._buffer = None
         if self.capture is not None:
             self.capture.close()
+        if self.recording is not None:
+            self.recording.close()

@@ -6,12 +6,23 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+IdArray = npt.NDArray[np.integer]
+
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """Parameters a policy may use. `half_life` is in steps; wall time never enters an eviction decision."""
+    """Parameters a policy may use. Wall time never enters an eviction decision.
 
-    half_life: float = 256.0
+    half_life: steps after which a use counts half; None: the policy's own.
+    layers, experts: key = layer * experts + expert; experts = 0: nothing is known about what keys mean.
+    """
+
+    half_life: float | None = None
+    layers: int = 1
+    experts: int = 0
 
 
 class EvictionPolicy(Protocol):
@@ -41,7 +52,17 @@ class EvictionPolicy(Protocol):
         """Stop holding `key`. PolicyError if it is not held."""
 
     def victim(self, blocked: Container[int]) -> int | None:
-        """The key to evict next, not removed yet; never one in `blocked`; None if all are blocked."""
+        """The key to evict next, not removed yet; never one in `blocked`; None if all are blocked.
+
+        A policy may settle its books here (a hand moves on); asking again gives the same answer.
+        """
+
+    def routed(self, layer: int, ids: IdArray) -> None:
+        """A layer's tokens that are not prefill have been routed: ids [T, k], before its touches and victims.
+
+        Token t of every layer of a step is one sequence's, and where the batch stays the same, of every step.
+        A policy that is never told works all the same.
+        """
 
     def advance(self, steps: int = 1) -> None:
         """Let `steps` steps of the model pass."""

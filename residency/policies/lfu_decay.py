@@ -6,9 +6,10 @@ import heapq
 import math
 from collections.abc import Container
 
-from ziggurat.residency.policies.base import PolicySettings
+from ziggurat.residency.policies.base import IdArray, PolicySettings
 from ziggurat.residency.runtime_errors import PolicyError
 
+HALF_LIFE = 256.0  # steps
 _RESCALE_BITS = 256
 
 
@@ -26,7 +27,8 @@ class LfuDecayPolicy:
     name = "lfu-decay"
 
     def __init__(self, settings: PolicySettings | None = None) -> None:
-        half_life = (settings or PolicySettings()).half_life
+        given = (settings or PolicySettings()).half_life
+        half_life = HALF_LIFE if given is None else given
         if not half_life > 0.0:
             raise PolicyError(f"lfu-decay: half_life is {half_life} steps; it must be greater than 0")
         self._half_life = half_life
@@ -70,6 +72,9 @@ class LfuDecayPolicy:
         for entry in skipped:
             heapq.heappush(self._heap, entry)
         return found
+
+    def routed(self, layer: int, ids: IdArray) -> None:
+        """Keys alone decide: nothing to do."""
 
     def advance(self, steps: int = 1) -> None:
         self._age += steps / self._half_life

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container
 
-from ziggurat.residency.policies.base import PolicySettings
+from ziggurat.residency.policies.base import IdArray, PolicySettings
 from ziggurat.residency.runtime_errors import PolicyError
 
 
@@ -41,6 +41,9 @@ class LruPolicy:
 
     def victim(self, blocked: Container[int]) -> int | None:
         return next((key for key in self._keys if key not in blocked), None)
+
+    def routed(self, layer: int, ids: IdArray) -> None:
+        """Keys alone decide: nothing to do."""
 
     def advance(self, steps: int = 1) -> None:
         """Recency is an order, not an age: nothing to do."""

@@ -224,7 +224,7 @@ def test_every_key_with_one_letter_missing_is_refused_and_recognised(key: str) -
         ("model.path", r'"a\0b"', "a path holds no NUL character"),
         ("codecs.base", "fp8", "expected w2, fp4 or bf16, not 'fp8'"),
         ("codecs.delta", "fp4", "a second precision is not implemented yet; only null is accepted, not 'fp4'"),
-        ("policy.eviction", "lfu", "expected lru or lfu-decay, not 'lfu'"),
+        ("policy.eviction", "lfu", "sieve, slru or w-tinylfu, not 'lfu'"),
         ("policy.prefetch", "[layer-stream]", "prefetcher 'layer-stream' is not implemented yet; only [] is accepted"),
         ("policy.prefetch", "layer-stream", "expected a list, not 'layer-stream'"),
         ("miss.then", "fail", "expected exact, not 'fail'"),

@@ -128,10 +128,11 @@ def test_contract(name: str, ops: list[tuple[str, int, float]]) -> None:
         assert set(first.order()) == held
         assert len(first.order()) == len(held)
         if held:
-            assert first.order()[-1] == first.victim(())
+            # Both are asked: a look may settle books, which is no difference between two that did the same.
+            assert first.order()[-1] == first.victim(()) == second.victim(())
 
 
-@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("name", sorted(NAIVE))
 @settings(max_examples=60, deadline=None)
 @given(ops=operations)
 def test_same_victims_as_a_naive_implementation(name: str, ops: list[tuple[str, int, float]]) -> None:
@@ -268,6 +269,22 @@ def hits(name: str, capacity: int) -> int:
 
 
 GOLDEN: dict[tuple[str, int], int] = {
+    ("arc", 4): 1378,
+    ("arc", 8): 1940,
+    ("arc", 16): 2656,
+    ("arc", 32): 3595,
+    ("clock", 4): 1130,
+    ("clock", 8): 1836,
+    ("clock", 16): 2649,
+    ("clock", 32): 3614,
+    ("heat-weighted", 4): 1502,
+    ("heat-weighted", 8): 2132,
+    ("heat-weighted", 16): 2771,
+    ("heat-weighted", 32): 3568,
+    ("lfru", 4): 1409,
+    ("lfru", 8): 2065,
+    ("lfru", 16): 2645,
+    ("lfru", 32): 3353,
     ("lfu-decay", 4): 1502,
     ("lfu-decay", 8): 2141,
     ("lfu-decay", 16): 2769,
@@ -276,6 +293,26 @@ GOLDEN: dict[tuple[str, int], int] = {
     ("lru", 8): 1781,
     ("lru", 16): 2605,
     ("lru", 32): 3598,
+    ("next-use", 4): 1085,
+    ("next-use", 8): 1781,
+    ("next-use", 16): 2605,
+    ("next-use", 32): 3598,
+    ("s3-fifo", 4): 1577,
+    ("s3-fifo", 8): 2127,
+    ("s3-fifo", 16): 2824,
+    ("s3-fifo", 32): 3624,
+    ("sieve", 4): 1383,
+    ("sieve", 8): 2059,
+    ("sieve", 16): 2795,
+    ("sieve", 32): 3629,
+    ("slru", 4): 1467,
+    ("slru", 8): 2078,
+    ("slru", 16): 2785,
+    ("slru", 32): 3615,
+    ("w-tinylfu", 4): 1584,
+    ("w-tinylfu", 8): 2165,
+    ("w-tinylfu", 16): 2851,
+    ("w-tinylfu", 32): 3625,
 }
 
 

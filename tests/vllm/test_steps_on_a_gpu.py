@@ -36,7 +36,8 @@ class Service:
 
 def step(service: Service, mode: CUDAGraphMode, *, on_gpu: bool = True) -> tuple[list[Any], Any]:
     """One armed forward of a runner with two requests; what the model's forward saw, and what came out."""
-    tiered = SimpleNamespace(service=service, place=SimpleNamespace(on_gpu=on_gpu))
+    place = SimpleNamespace(on_gpu=on_gpu)
+    tiered = SimpleNamespace(service=service, run_step=service.run_step, place=place)
     context = SimpleNamespace(moe_layer_index=7, cudagraph_runtime_mode=mode)
     seen: list[Any] = []
 
