@@ -38,7 +38,8 @@ from ziggurat.stores.readers.uring import UringReader
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 LARGE, SMALL = 6912 * KIB, 64 * KIB
-BATCH_BYTES = ARENA_BYTES = GIB
+ARENA_BYTES = GIB
+BATCH_BYTES = 4 * GIB  # of one `read`: at its ends fewer reads are under way, which fio has once a run
 # Not counted: a disk with a budget (any virtual one) lets what was left unused before go first, at any rate.
 RAMP_SECONDS = 3
 

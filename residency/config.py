@@ -148,6 +148,7 @@ class DiskTierConfig(_Section):
     readers: Annotated[int, Field(ge=1, le=256)] = 8
     reader: Literal["auto", "io_uring", "pread"] = "auto"
     verify: Literal["always", "first-read", "never"] = "first-read"
+    rebuild: bool = True
     faults: OptionalPath = None
 
 
