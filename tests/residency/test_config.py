@@ -101,7 +101,6 @@ def test_defaults() -> None:
                 "direct": "auto",
                 "readers": 8,
                 "reader": "auto",
-                "rebuild": True,
                 "verify": "first-read",
                 "rebuild": True,
                 "faults": None,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.checkpoints import write_checkpoint
+from support.checkpoints import SizeArgs, write_checkpoint
 from support.packfiles import flip, row_start
 from support.verbatim import VerbatimEncoder, verbatim_row
 from ziggurat.stores.buffers import aligned_buffer
@@ -102,7 +102,8 @@ def test_a_damaged_checksum_does_not_damn_a_good_row(
 
 
 def test_another_checkpoint_is_not_believed(pack_copy: Path, wanted: PackHeader, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "other", **{**SMALL, "vocab": 65})
+    sizes: SizeArgs = {**SMALL, "vocab": 65}
+    write_checkpoint(tmp_path / "other", **sizes)
     flip(pack_copy, row_start(pack_copy, wanted, 1, 0))
     pack = Pack.open(pack_copy, rebuild=rows_of(tmp_path / "other", wanted))
     with pytest.raises(RowReadError, match=r"layer 1 expert 0 .* it is another checkpoint by now"):
