@@ -17,6 +17,7 @@ from ziggurat.stores.pack import Pack
 from ziggurat.stores.packformat import PackHeader, pack_filename
 from ziggurat.stores.progress import NoProgress, ProgressSink
 from ziggurat.stores.readers.registry import open_reader
+from ziggurat.stores.rebuild import CheckpointRows
 
 _LOCK_POLL_SECONDS = 0.5
 
@@ -51,14 +52,19 @@ def check_existing_packs(checkpoint: Checkpoint, config: TiersConfig, tp_size: i
 
 
 def open_pack(checkpoint: Checkpoint, config: TiersConfig, rank: int, tp_size: int) -> Pack:
-    """Open one rank's pack with the reader that ``tiers.disk`` describes."""
+    """Open one rank's pack with the reader that ``tiers.disk`` describes; damaged rows come from the checkpoint."""
     header = wanted_headers(checkpoint, config, tp_size)[rank]
     disk = config.tiers.disk
     path = disk.path / pack_filename(header)
     # One rules file serves all ranks, or one each where the name says {rank}.
     faults = None if disk.faults is None else Path(str(disk.faults).replace("{rank}", str(rank)))
     reader = open_reader(disk.reader, path, threads=disk.readers, direct=disk.direct, faults=faults)
-    return Pack.open(path, expect=header, reader=reader, verify=disk.verify)
+    rebuild = None
+    if disk.rebuild:
+        rebuild = CheckpointRows(
+            checkpoint.path, header, lambda opened: encoder_for(opened, config.codecs.base)
+        )
+    return Pack.open(path, expect=header, reader=reader, verify=disk.verify, rebuild=rebuild)
 
 
 def ensure_packs(

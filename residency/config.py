@@ -167,8 +167,9 @@ class DiskTierConfig(_Section):
     path: ConfigPath
     direct: Literal["auto", "always", "never"] = "auto"
     readers: Annotated[int, Field(ge=1, le=256)] = 8
-    reader: Literal["pread"] = "pread"
+    reader: Literal["auto", "io_uring", "pread"] = "auto"
     verify: Literal["always", "first-read", "never"] = "first-read"
+    rebuild: bool = True
     faults: OptionalPath = None
 
 

@@ -126,6 +126,10 @@ class ReaderError(StoreError):
     """A reader cannot be made: unknown name, bad option, or a file that cannot be opened."""
 
 
+class RebuildError(StoreError):
+    """A damaged row cannot be made anew from the checkpoint."""
+
+
 class RowReadError(StoreError):
     """One expert's row could not be read.
 

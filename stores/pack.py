@@ -7,7 +7,7 @@ import os
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from threading import Lock
+from time import perf_counter
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +15,14 @@ import numpy.typing as npt
 import torch
 
 from ziggurat.stores.buffers import aligned_buffer
-from ziggurat.stores.errors import PackError, PackIncompleteError, PackMissingError, RowFailure, RowReadError
+from ziggurat.stores.errors import (
+    PackError,
+    PackIncompleteError,
+    PackMissingError,
+    RebuildError,
+    RowFailure,
+    RowReadError,
+)
 from ziggurat.stores.packformat import (
     ABSENT,
     CHECKSUM_BYTES,
@@ -24,8 +31,10 @@ from ziggurat.stores.packformat import (
     read_pack_header,
     row_digest,
 )
+from ziggurat.stores.quarantine import Quarantine
 from ziggurat.stores.readers.base import Arrived, Reader, ReadJob
 from ziggurat.stores.readers.pread import PreadReader
+from ziggurat.stores.rebuild import Rebuild
 
 VerifyMode = Literal["always", "first-read", "never"]
 BUILDING_SUFFIX = ".building"
@@ -60,7 +69,9 @@ class Pack:
     """An open pack. Safe for concurrent callers.
 
     verify: which reads are checked against the row's checksum: "always", "first-read" (until the row was good once)
-    or "never". A row whose checksum is wrong is read once more before it counts as bad.
+    or "never". Checksums are computed in the reader's threads while other rows arrive.
+    A row whose checksum is wrong goes into quarantine and is read once more, from the disk past the page cache; if it
+    is still wrong, or the disk fails, `rebuild` makes it anew; without that, or if that fails too, it is an error.
     """
 
     def __init__(
@@ -71,6 +82,7 @@ class Pack:
         checksums: npt.NDArray[np.uint64],
         reader: Reader,
         verify: VerifyMode,
+        rebuild: Rebuild | None = None,
     ) -> None:
         self.path = path
         self.header = header
@@ -79,8 +91,7 @@ class Pack:
         self._reader = reader
         self._verify = verify
         self._good = bytearray(header.rows)
-        self._mismatches = 0
-        self._lock = Lock()
+        self.quarantine = Quarantine(path, header, data_start, rebuild)
 
     @classmethod
     def open(
@@ -91,10 +102,12 @@ class Pack:
         reader: Reader | None = None,
         verify: VerifyMode = "first-read",
         allow_absent: bool = False,
+        rebuild: Rebuild | None = None,
     ) -> Pack:
         """Open a pack file; `expect` is what it must say about itself.
 
         reader: reads this file; it belongs to the pack from here on, also when opening fails. Default: pread.
+        rebuild: makes damaged rows anew, such as `CheckpointRows`.
         allow_absent: open a pack that lacks rows too; reading one of them is an error of that row.
         Raises PackMissingError, PackIncompleteError, PackTruncatedError, PackCorruptError, PackMismatchError.
         """
@@ -109,7 +122,7 @@ class Pack:
             if absent and not allow_absent:
                 problem = f"{absent} of {header.rows} rows are absent; run `ziggurat pack` to build it"
                 raise PackIncompleteError(path, problem)
-            return cls(path, header, data_start, checksums, reader or PreadReader(path), verify)
+            return cls(path, header, data_start, checksums, reader or PreadReader(path), verify, rebuild)
         except BaseException:
             if reader is not None:
                 reader.close()
@@ -118,7 +131,13 @@ class Pack:
     @property
     def checksum_mismatches(self) -> int:
         """Reads whose bytes did not match their checksum so far, those repaired by reading again included."""
-        return self._mismatches
+        return self.quarantine.mismatches
+
+    @property
+    def quarantined(self) -> list[tuple[int, int]]:
+        """(layer id, expert) of the rows whose bytes were wrong when they were read last, in order."""
+        found = [divmod(tag, self.header.experts) for tag in sorted(self.quarantine.tags)]
+        return [(self.header.layer_ids[layer], expert) for layer, expert in found]
 
     @property
     def direct(self) -> bool:
@@ -150,6 +169,40 @@ class Pack:
             raise ValueError("a row is wanted twice in one call")
         return self._read(jobs)
 
+    def read_layers(self, layers: Sequence[int], memory: memoryview) -> Generator[RowResult]:
+        """Whole layers (by index), one after another in the order of the file, into one piece of memory.
+
+        memory: at least `len(layers) * experts * stride` bytes; row (layers[i], e) comes to (i * experts + e) * stride.
+        The next layer is being read while the one before it ends, so ask for all that are wanted. As `read_rows`.
+        """
+        header = self.header
+        needed = len(layers) * header.experts * header.stride
+        if memory.readonly or not memory.c_contiguous or memory.nbytes < needed:
+            raise ValueError(f"{len(layers)} layers need writable, contiguous memory of {needed} bytes")
+        places = memory.cast("B")
+        keys = [(layer, expert) for layer in layers for expert in range(header.experts)]
+        return self.read_rows(
+            [
+                RowRequest(layer, expert, places[at * header.stride : (at + 1) * header.stride])
+                for at, (layer, expert) in enumerate(keys)
+            ]
+        )
+
+    def read_ahead(self, rows: Sequence[tuple[int, int]]) -> bool:
+        """Have the kernel read rows (layer index, expert) into the page cache, neighbours at once, without waiting.
+
+        False, and nothing happens, where rows are read past the page cache: read them into the arena instead.
+        """
+        header = self.header
+        starts = sorted({self._data_start + header.row_offset(layer, expert) for layer, expert in rows})
+        pieces: list[tuple[int, int]] = []
+        for start in starts:
+            if pieces and sum(pieces[-1]) == start:
+                pieces[-1] = (pieces[-1][0], pieces[-1][1] + header.stride)
+            else:
+                pieces.append((start, header.stride))
+        return self._reader.read_ahead(pieces)
+
     def read_row(self, layer: int, expert: int) -> torch.Tensor:
         """One row's payload, uint8 `[row_bytes]`. Raises RowReadError."""
         buffer = aligned_buffer(self.header.stride)
@@ -164,45 +217,78 @@ class Pack:
 
     def _read(self, jobs: list[ReadJob]) -> Generator[RowResult]:
         present: list[ReadJob] = []
+        suspect: list[ReadJob] = []
+        quarantined = self.quarantine.tags
         for job in jobs:
             if self._checksum(job.tag) == ABSENT:
                 yield self._bad(job.tag, 0, 0.0, "absent", "the row was never written; run `ziggurat pack`")
             else:
-                present.append(job)
-        spent = yield from self._attempt(present, {}, last=False)
+                (suspect if job.tag in quarantined else present).append(job)
+        spent: dict[int, float] = {}
+        for wanted, fresh in ((present, False), (suspect, True)):
+            if wanted:
+                spent |= yield from self._attempt(wanted, {}, fresh=fresh, last=False)
         if spent:
-            yield from self._attempt([job for job in present if job.tag in spent], spent, last=True)
+            again = [job for job in jobs if job.tag in spent]
+            yield from self._attempt(again, spent, fresh=True, last=True)
 
     def _attempt(
-        self, jobs: list[ReadJob], before: dict[int, float], *, last: bool
+        self, jobs: list[ReadJob], before: dict[int, float], *, fresh: bool, last: bool
     ) -> Generator[RowResult, None, dict[int, float]]:
         """Read once and yield the rows that are good or, on the `last` attempt, have a wrong checksum.
 
-        Returns the rows to read again and the seconds they took so far.
+        Returns the rows to read again and the seconds they took so far. fresh: from the disk, past the page cache.
         """
         digests: dict[int, int] = {}
         again: dict[int, float] = {}
+        buffers = {job.tag: job.buffer for job in jobs}
         stride = self.header.stride
-        with closing(self._reader.read(jobs, self._digester(digests))) as ends:
+        with closing(self._reader.read(jobs, self._digester(digests), fresh=fresh)) as ends:
             for tag, nbytes, seconds, error in ends:
                 seconds += before.get(tag, 0.0)
                 if error is not None:
-                    yield self._bad(tag, nbytes, seconds, "io", str(error))
+                    yield self._restored(tag, buffers[tag], nbytes, seconds, "io", str(error), None)
                 elif nbytes != stride:
-                    yield self._bad(tag, nbytes, seconds, "short", f"{nbytes} of {stride} bytes arrived")
+                    reason = f"{nbytes} of {stride} bytes arrived"
+                    yield self._restored(tag, buffers[tag], nbytes, seconds, "short", reason, None)
                 elif tag not in digests or digests[tag] == self._checksum(tag):
                     if tag in digests:
                         self._good[tag] = 1
+                        self.quarantine.good(tag)
                     yield RowResult(*divmod(tag, self.header.experts), nbytes, seconds, None)
                 else:
-                    with self._lock:
-                        self._mismatches += 1
+                    self._good[tag] = 0
+                    self.quarantine.mismatch(tag)
                     if last:
-                        found = f"{digests[tag]:016x}, not {self._checksum(tag):016x}"
-                        yield self._bad(tag, nbytes, seconds, "checksum", _DAMAGED.format(found))
+                        reason = _DAMAGED.format(f"{digests[tag]:016x}, not {self._checksum(tag):016x}")
+                        yield self._restored(
+                            tag, buffers[tag], nbytes, seconds, "checksum", reason, digests[tag]
+                        )
                     else:
                         again[tag] = seconds
         return again
+
+    def _restored(
+        self,
+        tag: int,
+        buffer: memoryview,
+        nbytes: int,
+        seconds: float,
+        kind: RowFailure,
+        reason: str,
+        found: int | None,
+    ) -> RowResult:
+        """The end of a row that the disk does not give: made anew, or its error."""
+        if self.quarantine.can_rebuild:
+            start = perf_counter()
+            try:
+                self.quarantine.restore(tag, buffer, self._checksum(tag), found)
+            except RebuildError as e:
+                reason = f"{reason}; {e}"
+            else:
+                spent = seconds + perf_counter() - start
+                return RowResult(*divmod(tag, self.header.experts), self.header.stride, spent, None)
+        return self._bad(tag, nbytes, seconds, kind, reason)
 
     def _digester(self, digests: dict[int, int]) -> Arrived | None:
         """What the reading threads do with a row that arrived: compute its digest if it is to be checked."""

@@ -30,6 +30,7 @@ from ziggurat.kernels.cuda.units import MINIMUM_DRIVER, OLDEST_CAPABILITY
 from ziggurat.residency.config import CONFIG_VARIABLE, TiersConfig, find_config, load_config
 from ziggurat.residency.errors import ConfigError
 from ziggurat.residency.sizes import format_bytes
+from ziggurat.stores.readers.ring import problem
 
 __all__ = ["Finding", "examine", "register"]
 
@@ -317,6 +318,7 @@ def _pack_folder(config: TiersConfig) -> Iterator[Finding]:
         yield Finding("pack filesystem", "ok", filesystem)
     yield Finding("pack free space", "ok", format_bytes(facts.free))
     yield _direct_io(config, facts)
+    yield _reader(config)
 
 
 def _direct_io(config: TiersConfig, facts: DiskFacts) -> Finding:
@@ -330,6 +332,16 @@ def _direct_io(config: TiersConfig, facts: DiskFacts) -> Finding:
             "direct I/O", "fail", "not supported", "set tiers.disk.direct to auto or move tiers.disk.path"
         )
     return Finding("direct I/O", "note", "not supported: rows are read through the page cache")
+
+
+def _reader(config: TiersConfig) -> Finding:
+    wanted, reason = config.tiers.disk.reader, problem()
+    if wanted == "pread":
+        return Finding("rows are read by", "ok", "pread, a pool of threads")
+    if reason is None:
+        return Finding("rows are read by", "ok", "io_uring")
+    advice = "nothing needs to be done; set tiers.disk.reader to pread to have it said no more"
+    return Finding("rows are read by", "note", f"pread, a pool of threads: {reason}", advice)
 
 
 def _print(findings: tuple[Finding, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 DirectMode = Literal["auto", "always", "never"]
@@ -19,7 +19,8 @@ class ReadJob(NamedTuple):
 class ReadDone(NamedTuple):
     """How one job ended. It is good when `error` is None and `nbytes` is the buffer's length; check both.
 
-    nbytes: bytes that arrived. seconds: time the read took in its thread, without queueing.
+    nbytes: bytes that arrived. seconds: time the read took from its system call on; of a read that served several jobs
+    each has its share.
     """
 
     tag: int
@@ -42,15 +43,26 @@ class Reader(Protocol):
         """True when reads go past the page cache."""
         ...
 
-    def read(self, jobs: Iterable[ReadJob], arrived: Arrived | None = None) -> Generator[ReadDone]:
-        """Run the jobs and yield each one's end in order of completion.
+    def read(
+        self, jobs: Iterable[ReadJob], arrived: Arrived | None = None, *, fresh: bool = False
+    ) -> Generator[ReadDone]:
+        """Run the jobs and yield each one's end in order of completion. Neighbours in the file may be one read.
 
         Reading starts when the generator is first advanced. All reads that were started are over when it ends,
         raises or is closed, so no buffer is written to after that.
-        `arrived(job)` is called in the reading thread after a job's bytes arrived in full and before its end
+        `arrived(job)` is called in a thread of the reader's after a job's bytes arrived in full and before its end
         is yielded; what it raises is raised by the generator.
+        fresh: read from the disk again what the page cache may hold.
         An I/O error of a job is reported in its ReadDone and does not disturb the others.
         Raises ValueError for a bad job (read-only or empty buffer, negative offset) before anything is read.
+        """
+        ...
+
+    def read_ahead(self, pieces: Sequence[tuple[int, int]]) -> bool:
+        """Start reading (offset, length) pieces into the page cache, without waiting; whole layers or scattered rows.
+
+        False, and nothing happens, where reads go past the page cache: read them into memory of your own instead.
+        Raises OSError for pieces that the kernel refuses.
         """
         ...
 

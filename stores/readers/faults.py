@@ -24,7 +24,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,17 +159,22 @@ class FaultyReader:
         with self._lock:
             return sum(rule.hits for rule in self._set.rules)
 
-    def read(self, jobs: Iterable[ReadJob], arrived: Arrived | None = None) -> Generator[ReadDone]:
+    def read(
+        self, jobs: Iterable[ReadJob], arrived: Arrived | None = None, *, fresh: bool = False
+    ) -> Generator[ReadDone]:
         """As `Reader.read`. Raises ReaderError, before anything is read, if the rules file is no rules."""
         work = list(jobs)
         # Checks the jobs, all of them, as the inner reader does.
         self._inner.read(work).close()
-        return self._read(work, arrived)
+        return self._read(work, arrived, fresh)
+
+    def read_ahead(self, pieces: Sequence[tuple[int, int]]) -> bool:
+        return self._inner.read_ahead(pieces)
 
     def close(self) -> None:
         self._inner.close()
 
-    def _read(self, work: list[ReadJob], arrived: Arrived | None) -> Generator[ReadDone]:
+    def _read(self, work: list[ReadJob], arrived: Arrived | None, fresh: bool) -> Generator[ReadDone]:
         failed: list[ReadDone] = []
         passed: list[ReadJob] = []
         hits: list[list[_Hit]] = []
@@ -205,7 +210,7 @@ class FaultyReader:
                 arrived(wanted)
 
         yield from failed
-        with closing(self._inner.read(passed, spoil)) as ends:
+        with closing(self._inner.read(passed, spoil, fresh=fresh)) as ends:
             for done in ends:
                 yield done._replace(tag=work[done.tag].tag)
 

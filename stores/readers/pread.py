@@ -2,167 +2,194 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import islice
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Condition
 from time import perf_counter
 
-from ziggurat.stores.buffers import aligned_buffer
 from ziggurat.stores.errors import ReaderError
 from ziggurat.stores.readers.base import Arrived, DirectMode, ReadDone, ReadJob
+from ziggurat.stores.readers.files import DIRECT_ALIGNMENT, ReadableFile
+from ziggurat.stores.readers.operations import (
+    MAX_INFLIGHT_BYTES,
+    Operation,
+    Queue,
+    merge_limit,
+    plan_operations,
+)
 
-# Direct I/O needs offset, length and address aligned to the device's block size; 4 KiB suits every common one.
-DIRECT_ALIGNMENT = 4096
-_QUEUED_PER_THREAD = 2  # keeps threads busy while the caller handles what it got
+# A thread serves one caller for this much before the next caller's turn: a few rows must not wait for a large batch.
+_TURN_BYTES = 8 << 20
 
 Preadv = Callable[[int, list[memoryview], int], int]
 
 
 class PreadReader:
-    """A `Reader` with `threads` threads; at most twice as many jobs of one `read` are under way at a time.
+    """A `Reader` with `threads` threads, which bounds the reads under way at a time.
 
-    direct: "auto" uses direct I/O for every job that is aligned for it, if the filesystem takes it, and buffered
-    reads otherwise; "always" refuses both to fall back and to run a misaligned job; "never" reads buffered.
-    preadv: the system call, for tests.
+    Jobs of one `read` are run in order of offset, neighbours as one call. Where many bytes are under way at once (large
+    rows, many threads), fewer threads take part, so that at most `inflight_bytes` are (or one row).
+    direct: see `ReadableFile`. preadv: the system call, for tests.
     Raises ReaderError if the file cannot be opened this way.
     """
 
     name = "pread"
 
     def __init__(
-        self, path: Path, *, threads: int = 8, direct: DirectMode = "auto", preadv: Preadv = os.preadv
+        self,
+        path: Path,
+        *,
+        threads: int = 8,
+        direct: DirectMode = "auto",
+        inflight_bytes: int = MAX_INFLIGHT_BYTES,
+        preadv: Preadv = os.preadv,
     ) -> None:
         if threads < 1:
             raise ReaderError(f"a reader needs at least one thread, not {threads}")
-        if direct not in ("auto", "always", "never"):
-            raise ReaderError(f"direct is {direct!r}; it can be auto, always or never")
-        self._path = path
+        self._file = ReadableFile(path, direct)
         self._preadv = preadv
-        self._always = direct == "always"
-        try:
-            self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as e:
-            raise ReaderError(f"{path}: cannot be opened: {e.strerror}") from e
-        try:
-            self._direct = None if direct == "never" else self._open_direct()
-            if self._always and self._direct is None:
-                raise ReaderError(
-                    f"{path}: its filesystem does not take direct I/O; set tiers.disk.direct to auto or never"
-                )
-        except BaseException:
-            os.close(self._buffered)
-            raise
-        self._queued = _QUEUED_PER_THREAD * threads
+        self._width = threads
+        self._inflight_bytes = inflight_bytes
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="ziggurat-pread")
         self._closed = False
 
     @property
     def direct(self) -> bool:
-        return self._direct is not None
+        return self._file.direct is not None
 
-    def read(self, jobs: Iterable[ReadJob], arrived: Arrived | None = None) -> Generator[ReadDone]:
+    def read(
+        self, jobs: Iterable[ReadJob], arrived: Arrived | None = None, *, fresh: bool = False
+    ) -> Generator[ReadDone]:
         if self._closed:
-            raise ValueError(f"the reader of {self._path} is closed")
+            raise ValueError(f"the reader of {self._file.path} is closed")
         work = list(jobs)
         for job in work:
-            self._check(job)
-        return self._read(work, arrived)
+            self._file.check(job)
+        return self._read(work, arrived, fresh)
+
+    def read_ahead(self, pieces: Sequence[tuple[int, int]]) -> bool:
+        return self._file.read_ahead(pieces)
 
     def close(self) -> None:
+        self._closed = True
         self._threads.shutdown(wait=True)
-        if not self._closed:
-            self._closed = True
-            os.close(self._buffered)
-            if self._direct is not None:
-                os.close(self._direct)
+        self._file.close()
 
-    def _read(self, work: list[ReadJob], arrived: Arrived | None) -> Generator[ReadDone]:
-        ended: SimpleQueue[Future[ReadDone]] = SimpleQueue()
-        waiting = iter(work)
-        running: set[Future[ReadDone]] = set()
-
-        def start(count: int) -> None:
-            for job in islice(waiting, count):
-                try:
-                    future = self._threads.submit(self._run, job, arrived)
-                except RuntimeError as e:  # the pool was shut down
-                    raise ValueError(f"the reader of {self._path} is closed") from e
-                running.add(future)
-                future.add_done_callback(ended.put)
-
+    def _read(self, work: list[ReadJob], arrived: Arrived | None, fresh: bool) -> Generator[ReadDone]:
+        if not work:
+            return
+        limit = merge_limit(work, self._width)
+        largest = max(limit, max(job.buffer.nbytes for job in work))
+        width = max(1, min(self._width, len(work), self._inflight_bytes // largest))
+        batch = _Batch(Queue(plan_operations(work, limit, fresh=fresh)), arrived, self._fill)
         try:
-            start(self._queued)
-            while running:
-                future = ended.get()
-                running.discard(future)
-                start(1)
-                yield future.result()
+            for _ in range(width):
+                batch.start(self._threads)
+            for _ in work:
+                end = batch.ended.get()
+                if isinstance(end, BaseException):
+                    raise end
+                yield end
         finally:
             # Nothing may write to the caller's buffers after this, whatever ended the loop.
-            wait([future for future in running if not future.cancel()])
+            batch.stop()
 
-    def _run(self, job: ReadJob, arrived: Arrived | None) -> ReadDone:
-        start = perf_counter()
-        nbytes, error = self._fill(job)
-        seconds = perf_counter() - start
-        if error is None and arrived is not None:
-            arrived(job)
-        return ReadDone(job.tag, nbytes, seconds, error)
-
-    def _fill(self, job: ReadJob) -> tuple[int, OSError | None]:
-        """Read until the buffer is full: short reads go on where they stopped."""
-        view = job.buffer.cast("B") if job.buffer.format != "B" or job.buffer.ndim != 1 else job.buffer
-        total, done = len(view), 0
-        direct = self._direct if _is_aligned(job.offset, view) else None
-        while done < total:
-            aligned = done % DIRECT_ALIGNMENT == 0
-            fd = direct if direct is not None and aligned else self._buffered
+    def _fill(self, operation: Operation) -> OSError | None:
+        """Read until the buffers are full: short reads go on where they stopped."""
+        file = self._file
+        if operation.fresh:
+            file.forget(operation.offset, operation.nbytes)
+        direct = file.direct if operation.aligned else None
+        while operation.done < operation.nbytes:
+            aligned = operation.done % DIRECT_ALIGNMENT == 0
+            fd = direct if direct is not None and aligned else file.buffered
             try:
-                count = self._preadv(fd, [view[done:]], job.offset + done)
+                count = self._preadv(fd, operation.rest()[0], operation.offset + operation.done)
             except InterruptedError:
                 continue
             except OSError as e:
-                if e.errno == errno.EINVAL and fd != self._buffered and not self._always:
+                if e.errno == errno.EINVAL and fd != file.buffered and not file.always:
                     direct = None  # a filesystem that opens for direct I/O and then refuses some of it
                     continue
-                return done, e
+                return e
             if count == 0:
-                return done, OSError(
-                    errno.EIO, f"the file ends after {done} of {total} bytes at {job.offset}"
-                )
-            done += count
-        return done, None
+                return operation.file_end()
+            operation.done += count
+        return None
 
-    def _check(self, job: ReadJob) -> None:
-        if job.offset < 0:
-            raise ValueError(f"job {job.tag}: offset {job.offset} is negative")
-        if job.buffer.readonly or not job.buffer.c_contiguous or not job.buffer.nbytes:
-            raise ValueError(f"job {job.tag}: the buffer is read-only, not contiguous or empty")
-        if self._always and not _is_aligned(job.offset, job.buffer):
-            raise ValueError(
-                f"job {job.tag}: direct I/O needs offset, size and address to be multiples of {DIRECT_ALIGNMENT}"
-            )
 
-    def _open_direct(self) -> int | None:
-        """A descriptor for direct I/O, or None if the filesystem refuses it at open or at the first read."""
+class _Batch:
+    """The operations of one `read`, taken by several threads in turn."""
+
+    def __init__(
+        self,
+        waiting: Queue,
+        arrived: Arrived | None,
+        fill: Callable[[Operation], OSError | None],
+    ) -> None:
+        self.ended: SimpleQueue[ReadDone | BaseException] = SimpleQueue()
+        self._waiting = waiting
+        self._arrived = arrived
+        self._fill = fill
+        self._stopped = False
+        self._active = 0
+        self._changed = Condition()
+
+    def start(self, threads: ThreadPoolExecutor) -> None:
+        """Have one more thread work on it."""
+        with self._changed:
+            self._active += 1
         try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except OSError:
-            return None
+            threads.submit(self._turn, threads)
+        except RuntimeError as e:  # the pool was shut down
+            self._leave()
+            raise ValueError("the reader is closed") from e
+
+    def stop(self) -> None:
+        """Wait until no thread works on it; operations that have not begun never will."""
+        self._stopped = True
+        with self._changed:
+            while self._active:
+                self._changed.wait()
+
+    def _turn(self, threads: ThreadPoolExecutor) -> None:
+        left = _TURN_BYTES
         try:
-            os.preadv(fd, [aligned_buffer(DIRECT_ALIGNMENT)], 0)
-        except OSError:
-            os.close(fd)
-            return None
-        return fd
+            while left > 0 and not self._stopped:
+                operation = self._waiting.take()
+                if operation is None:
+                    return
+                left -= operation.nbytes
+                self._run(operation)
+            if not self._stopped:
+                self.start(threads)
+        except BaseException as e:  # noqa: BLE001  # raised by the generator, whatever it is
+            self.ended.put(e)
+        finally:
+            self._leave()
 
+    def _leave(self) -> None:
+        with self._changed:
+            self._active -= 1
+            self._changed.notify_all()
 
-def _is_aligned(offset: int, buffer: memoryview) -> bool:
-    if offset % DIRECT_ALIGNMENT or buffer.nbytes % DIRECT_ALIGNMENT:
-        return False
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % DIRECT_ALIGNMENT == 0
+    def _run(self, operation: Operation) -> None:
+        start = perf_counter()
+        error = self._fill(operation)
+        operation.seconds += perf_counter() - start
+        if error is None:
+            self._report(operation.ends(), operation.jobs)
+            return
+        ends, good, again = operation.failed(error)
+        self._waiting.put_back(again)
+        self._report(ends, good)
+
+    def _report(self, ends: Sequence[ReadDone], good: Sequence[ReadJob]) -> None:
+        for place, end in enumerate(ends):
+            if self._arrived is not None and end.error is None and not self._stopped:
+                self._arrived(good[place])
+            self.ended.put(end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,13 +12,30 @@ from ziggurat.stores.errors import ReaderError
 from ziggurat.stores.readers.base import DirectMode, Reader
 from ziggurat.stores.readers.faults import FaultyReader
 from ziggurat.stores.readers.pread import PreadReader
+from ziggurat.stores.readers.ring import problem
+from ziggurat.stores.readers.uring import UringReader
+
+_log = logging.getLogger(__name__)
 
 
 class _Make(Protocol):
     def __call__(self, path: Path, *, threads: int, direct: DirectMode) -> Reader: ...
 
 
-_READERS: dict[str, _Make] = {"pread": PreadReader}
+def _uring_or_pread(path: Path, *, threads: int, direct: DirectMode) -> Reader:
+    reason = problem()
+    if reason is None:
+        return UringReader(path, threads=threads, direct=direct)
+    _log.warning("%s: rows are read by a pool of %d threads instead (pread)", reason, threads)
+    return PreadReader(path, threads=threads, direct=direct)
+
+
+def _best(path: Path, *, threads: int, direct: DirectMode) -> Reader:
+    make: _Make = UringReader if problem() is None else PreadReader
+    return make(path, threads=threads, direct=direct)
+
+
+_READERS: dict[str, _Make] = {"auto": _best, "io_uring": _uring_or_pread, "pread": PreadReader}
 
 
 def reader_names() -> tuple[str, ...]:
@@ -34,6 +52,8 @@ def open_reader(
     faults: Mapping[str, Any] | Path | None = None,
 ) -> Reader:
     """Open a file with the reader of that name; `faults` wraps it in a FaultyReader with those rules.
+
+    "auto" is io_uring where it can be used and pread otherwise; "io_uring" says so in the log if it cannot.
 
     Raises ReaderError for an unknown name (naming the nearest), bad options or a file that cannot be opened.
     """

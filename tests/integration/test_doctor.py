@@ -82,6 +82,7 @@ def test_a_configuration_is_checked_with_its_pack_folder(
     assert findings["pack filesystem"].value
     assert findings["pack free space"].value.endswith("B")
     assert findings["direct I/O"].status in ("ok", "note")
+    assert findings["rows are read by"].value.startswith(("io_uring", "pread, a pool of threads: "))
     assert sorted(tmp_path.iterdir()) == [path]
     monkeypatch.setenv("ZIGGURAT_CONFIG", str(path))
     assert found()["configuration"].value == str(path)

@@ -18,6 +18,7 @@ from ziggurat.stores.readers.base import ReadDone, Reader, ReadJob
 from ziggurat.stores.readers.faults import FaultyReader
 from ziggurat.stores.readers.pread import PreadReader
 from ziggurat.stores.readers.registry import open_reader, reader_names
+from ziggurat.stores.readers.uring import UringReader
 
 SIZE = 5 * 4096 + 123  # not whole pages
 PAGE = 4096
@@ -70,6 +71,12 @@ READERS: dict[str, Make] = {
         PreadReader(path, threads=3), {"rules": [{"kind": "delay", "seconds": 0.0}]}
     ),
     "faults-of-faults": lambda path: FaultyReader(FaultyReader(PreadReader(path), {}), {}),
+    "io_uring-auto": lambda path: UringReader(path, threads=3),
+    "io_uring-buffered": lambda path: UringReader(path, threads=3, direct="never"),
+    "io_uring-one-at-a-time": lambda path: UringReader(path, threads=1, depth=1),
+    "io_uring-few-bytes": lambda path: UringReader(path, threads=3, inflight_bytes=5000),
+    "faults-io_uring": lambda path: FaultyReader(UringReader(path, threads=3), {}),
+    "registry-auto": lambda path: open_reader("auto", path, threads=2),
     "registry": lambda path: open_reader("pread", path, threads=2, faults={}),
 }
 
@@ -358,7 +365,7 @@ def test_a_filesystem_without_direct_io() -> None:
 
 
 def test_registry(file: Path) -> None:
-    assert reader_names() == ("pread",)
+    assert reader_names() == ("auto", "io_uring", "pread")
     with pytest.raises(ReaderError, match="unknown reader 'prad'; did you mean 'pread'"):
         open_reader("prad", file)
     with pytest.raises(ReaderError, match="cannot be opened: No such file"):

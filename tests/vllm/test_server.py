@@ -31,7 +31,7 @@ def server(
     demo_model: Path, make_tiers: TiersFactory, faults: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     # Without an arena every miss is a read, so that a fault meets the next request.
-    tiers = make_tiers(pool="25%", arena="0", disk={"faults": str(faults)})
+    tiers = make_tiers(pool="25%", arena="0", disk={"faults": str(faults), "rebuild": False})
     config = tmp_path_factory.mktemp("config") / "tiers.yaml"
     config.write_text(yaml.safe_dump(tiers.model_dump(mode="json")), encoding="utf-8")
     with serving(demo_model, config) as running:

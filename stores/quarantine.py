@@ -1,0 +1,105 @@
+"""Rows whose bytes were found wrong, until they are good again."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from threading import Lock
+
+from ziggurat.stores.errors import RebuildError
+from ziggurat.stores.packformat import PackHeader, row_digest
+from ziggurat.stores.rebuild import Rebuild
+
+_log = logging.getLogger(__name__)
+
+
+class Quarantine:
+    """Keeps the damaged rows of one pack apart, makes them anew where it can, and writes them back.
+
+    A row in here is read from the disk, past the page cache, and checked at every read, until it was good once.
+    mismatches: reads whose bytes did not match their checksum. rebuilt: rows served from the checkpoint. mended: rows
+    among them whose bytes on the disk were put right. Safe for concurrent callers.
+    """
+
+    def __init__(self, path: Path, header: PackHeader, data_start: int, rebuild: Rebuild | None) -> None:
+        self._path = path
+        self._header = header
+        self._data_start = data_start
+        self._rebuild = rebuild
+        self._tags: set[int] = set()
+        self._lock = Lock()
+        self.mismatches = 0
+        self.rebuilt = 0
+        self.mended = 0
+
+    @property
+    def can_rebuild(self) -> bool:
+        return self._rebuild is not None
+
+    @property
+    def tags(self) -> frozenset[int]:
+        """Rows (layer index * experts + expert) that are in it now."""
+        with self._lock:
+            return frozenset(self._tags)
+
+    def mismatch(self, tag: int) -> None:
+        """A read of this row brought wrong bytes."""
+        with self._lock:
+            self.mismatches += 1
+            new = tag not in self._tags
+            self._tags.add(tag)
+        if new:
+            _log.warning("%s: %s is damaged; it is read again from the disk", self._path, self._name(tag))
+
+    def good(self, tag: int) -> None:
+        """The row was read well."""
+        if self._tags:
+            with self._lock:
+                self._tags.discard(tag)
+
+    def restore(self, tag: int, buffer: memoryview, checksum: int, found: int | None) -> None:
+        """Make the row anew in `buffer` (`stride` bytes), and on the disk if that can be written.
+
+        checksum: the pack's. found: the digest of what the disk holds, if it could be read. The row is believed if it
+        has the pack's checksum, or if it is what the disk holds: then it is the checksum that is damaged.
+        Raises RebuildError if there is nothing to make it from or it is not believed.
+        """
+        if self._rebuild is None:
+            raise RebuildError("there is no checkpoint to make it anew from")
+        layer, expert = divmod(tag, self._header.experts)
+        self._rebuild(layer, expert, buffer)
+        digest = row_digest(buffer)
+        if digest not in (checksum, found):
+            raise RebuildError(
+                f"made anew from the checkpoint it has the checksum {digest:016x}, which is neither"
+            )
+        with self._lock:
+            self.rebuilt += 1
+        _log.warning("%s: %s was made anew from the checkpoint", self._path, self._name(tag))
+        if digest == checksum and self._mend(tag, buffer):
+            with self._lock:
+                self.mended += 1
+
+    def _mend(self, tag: int, buffer: memoryview) -> bool:
+        """Write a row back; False where the file cannot be written, which changes nothing."""
+        offset = self._data_start + tag * self._header.stride
+        try:
+            fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            done = 0
+            while done < len(buffer):
+                done += os.pwrite(fd, buffer[done:], offset + done)
+            os.fdatasync(fd)
+        except OSError as e:
+            _log.warning("%s: %s cannot be written back: %s", self._path, self._name(tag), e.strerror)
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def _name(self, tag: int) -> str:
+        layer, expert = divmod(tag, self._header.experts)
+        return f"layer {self._header.layer_ids[layer]} expert {expert}"
