@@ -31,10 +31,9 @@ from ziggurat.stores.packformat import (
     read_pack_header,
     row_digest,
 )
-from ziggurat.stores.quarantine import Quarantine
+from ziggurat.stores.quarantine import Quarantine, Rebuild
 from ziggurat.stores.readers.base import Arrived, Reader, ReadJob
 from ziggurat.stores.readers.pread import PreadReader
-from ziggurat.stores.rebuild import Rebuild
 
 VerifyMode = Literal["always", "first-read", "never"]
 BUILDING_SUFFIX = ".building"

@@ -6,12 +6,18 @@ import logging
 import os
 from pathlib import Path
 from threading import Lock
+from typing import Protocol
 
 from ziggurat.stores.errors import RebuildError
 from ziggurat.stores.packformat import PackHeader, row_digest
-from ziggurat.stores.rebuild import Rebuild
 
 _log = logging.getLogger(__name__)
+
+
+class Rebuild(Protocol):
+    """Fills `buffer` (writable, `stride` bytes) with row (layer index, expert). Raises RebuildError if it cannot."""
+
+    def __call__(self, layer: int, expert: int, buffer: memoryview) -> None: ...
 
 
 class Quarantine:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
 
 import torch
 
@@ -13,12 +12,6 @@ from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.encoder import RowEncoder
 from ziggurat.stores.errors import RebuildError, StoreError
 from ziggurat.stores.packformat import PackHeader
-
-
-class Rebuild(Protocol):
-    """Fills `buffer` (writable, `stride` bytes) with row (layer index, expert). Raises RebuildError if it cannot."""
-
-    def __call__(self, layer: int, expert: int, buffer: memoryview) -> None: ...
 
 
 class CheckpointRows:

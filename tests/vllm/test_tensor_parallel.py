@@ -73,7 +73,10 @@ def test_unequal_pools_and_a_failing_rank(
     """Identity first; then rank 1 alone cannot read: both ranks end the request and name the expert; then all heals."""
     expected, reports = reference
     tiers = make_tiers(
-        pool=["40%", "6 rows"], arena="0", disk={"faults": str(tmp_path / "faults-{rank}.json"), "rebuild": False}, **miss
+        pool=["40%", "6 rows"],
+        arena="0",
+        disk={"faults": str(tmp_path / "faults-{rank}.json"), "rebuild": False},
+        **miss,
     )
     faults = str(tmp_path / "faults-1.json")
     broken = {"rules": [{"kind": "error"}]}
