@@ -10,8 +10,9 @@ for part in "${parts[@]}"; do
         pytest)
             # Hundreds of tests, half of whose time is a processor's: several at once where pytest-xdist is installed.
             workers=()
-            ! python3 -c 'import xdist' 2>/dev/null || workers=(-n 6 --dist worksteal)
-            step pytest 570 python3 -m pytest -q -m "gpu and not vllm" -p no:cacheprovider --timeout 120 "${workers[@]}" tests
+            ! python3 -c 'import xdist' 2>/dev/null || workers=(-n 8 --dist worksteal)
+            # A thread for each, or as many times more as there are processors make them wait for each other.
+            step pytest 570 env OMP_NUM_THREADS=1 python3 -m pytest -q -m "gpu and not vllm" -p no:cacheprovider --timeout 120 "${workers[@]}" tests
             ;;
         memcheck | racecheck | synccheck | initcheck)
             # Without torch's cache every tensor is an allocation of its own, so that an access past its end shows.

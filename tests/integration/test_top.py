@@ -368,8 +368,15 @@ class Terminal:
         environment = {**os.environ, "TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
         for name in ("COLUMNS", "LINES", "NO_COLOR"):
             environment.pop(name, None)
+        # Ctrl-C works in a terminal, also if these tests were started in the background, where it is ignored.
         self.process = subprocess.Popen(
-            command, stdin=inside, stdout=inside, stderr=inside, env=environment, start_new_session=True
+            command,
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.close(inside)
         self.seen = ""
@@ -378,8 +385,6 @@ class Terminal:
         """Read until the text has been shown; fails if the command ends before."""
         found = self.seen.find(text)
         while found < 0:
-            ready, _, _ = select.select([self.screen], [], [], 60.0)
-            assert ready, f"no {text!r} in a minute: {self.seen[-2000:]}"
             self.seen += self._read()
             found = self.seen.find(text)
         self.seen = self.seen[found + len(text) :]
@@ -396,6 +401,8 @@ class Terminal:
         return self.seen
 
     def _read(self) -> str:
+        ready, _, _ = select.select([self.screen], [], [], 60.0)
+        assert ready, f"nothing for a minute: {self.seen[-2000:]}"
         try:
             data = os.read(self.screen, 1 << 16)
         except OSError:  # how a terminal says that nobody is inside any more
