@@ -148,6 +148,8 @@ def _metadata(path: Path, value: Any) -> dict[str, str]:
     for key, item in value.items():
         if not isinstance(item, str):
             raise _malformed(path, f"__metadata__ entry {_short(key)} is not a string")
+        if not (_is_unicode(key) and _is_unicode(item)):
+            raise _malformed(path, f"__metadata__ entry {_short(key)} is not valid Unicode")
     return value
 
 
@@ -155,7 +157,7 @@ def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
     def bad(problem: str) -> HeaderError:
         return _malformed(path, f"tensor {_short(name)}: {problem}")
 
-    if not name.isascii() and any("\ud800" <= char <= "\udfff" for char in name):
+    if not _is_unicode(name):
         raise bad("the name is not valid Unicode")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise bad("the entry does not hold exactly dtype, shape and data_offsets")
@@ -178,6 +180,11 @@ def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
     if elements * bits != (end - begin) * 8:
         raise bad(f"shape {_short(shape)} of {dtype} does not fill its {end - begin} bytes")
     return TensorInfo(name, dtype, tuple(shape), begin, end)
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can name half a surrogate pair, which no Unicode text holds."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _are_sizes(value: Any) -> bool:

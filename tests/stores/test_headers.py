@@ -75,6 +75,8 @@ def test_sound_file(tmp_path: Path) -> None:
         ({"__metadata__": {"k": 1}}, b"", "malformed", "'k' is not a string"),
         ({"__metadata__": []}, b"", "malformed", "__metadata__ is not"),
         ({"\ud800": entry()}, b"1234", "malformed", "not valid Unicode"),
+        ({"__metadata__": {"k": "\ud800"}}, b"", "malformed", "'k' is not valid Unicode"),
+        ({"__metadata__": {"\udfff": ""}}, b"", "malformed", "is not valid Unicode"),
         (b'{"a":1,"a":2}', b"", "malformed", "'a' stands twice"),
         (b"[]", b"", "malformed", "starts with '['"),
         (b"", b"", "malformed", "starts with ''"),
