@@ -1,7 +1,8 @@
 """A pack file while it is being built.
 
 It has its full length and final header from the start; a checksum of 0 marks a row as absent. A row's checksum is
-written only after the row's bytes were synced to disk, so a checksum that is there can be trusted after any crash.
+written only after the row's bytes were synced to disk. A build that continues checks every row that is there all the
+same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ziggurat.stores.buffers import aligned_buffer
 from ziggurat.stores.errors import PackError
 from ziggurat.stores.pack import BUILDING_SUFFIX, read_checksums
 from ziggurat.stores.packformat import (
@@ -22,6 +24,7 @@ from ziggurat.stores.packformat import (
     header_bytes,
     pack_filename,
     read_pack_header,
+    row_digest,
 )
 from ziggurat.stores.writing import sync_folder, writing
 
@@ -64,10 +67,23 @@ class BuildFile:
             else:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             self._checksums = np.array(read_checksums(self._fd, header, len(self._head)))
+        if not self.created:
+            self._forget_damaged()
 
     def missing(self, layer: int) -> list[int]:
         """Experts of a layer (by index) whose rows are absent."""
         return [int(expert) for expert in np.flatnonzero(self._checksums[layer] == ABSENT)]
+
+    def _forget_damaged(self) -> None:
+        """Take rows that an earlier run left, but whose bytes do not match, as absent.
+
+        A kill can tear the write of a checksum, and a disk can lose what it said it had synced.
+        """
+        row = aligned_buffer(self.header.stride)
+        for layer, expert in np.argwhere(self._checksums != ABSENT):
+            offset = len(self._head) + self.header.row_offset(int(layer), int(expert))
+            if not _read_all(self._fd, row, offset) or row_digest(row) != int(self._checksums[layer, expert]):
+                self._checksums[layer, expert] = ABSENT
 
     def write_row(self, layer: int, expert: int, row: memoryview) -> None:
         """Write a row's `stride` bytes. Safe from several threads, for different rows."""
@@ -114,6 +130,19 @@ class BuildFile:
             self.path.unlink(missing_ok=True)
             raise
         return fd
+
+
+def _read_all(fd: int, buffer: memoryview, offset: int) -> bool:
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError:
+            return False  # it is written again
+        if count == 0:
+            return False
+        done += count
+    return True
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

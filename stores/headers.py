@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from ziggurat.stores.errors import HeaderError
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 LENGTH_BYTES = 8
+# A tensor's entry holds one object and two lists in at least 50 bytes. A header that packs them closer is made to fill
+# memory: an empty list takes 2 bytes in a file and 56 in memory.
+_BYTES_PER_CONTAINER = 8
+_STRING_OR_OPENING = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]', re.DOTALL)
 
 DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -60,8 +65,9 @@ class FileHeader:
 def read_header(path: Path) -> FileHeader:
     """Read and check the header of a safetensors file, and that the file is exactly as long as it says.
 
-    Never allocates more than the file holds. Raises HeaderError for anything that is not a sound safetensors
-    file, and OSError when the file cannot be read.
+    Memory follows the bytes that the header really has in the file (about ten times as many; at most forty times, for
+    one that is made to cost memory), never a number that it states. Raises HeaderError for anything that is not a sound
+    safetensors file, and OSError when the file cannot be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -108,6 +114,7 @@ def _json_object(path: Path, raw: bytes) -> dict[str, Any]:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as e:
         raise _malformed(path, f"the header is not UTF-8 (byte {e.start})") from e
+    _check_density(path, raw)
     if not text.startswith("{"):
         raise _malformed(path, f"the header starts with {text[:1]!r} instead of '{{'")
 
@@ -126,12 +133,23 @@ def _json_object(path: Path, raw: bytes) -> dict[str, Any]:
     return entries
 
 
+def _check_density(path: Path, raw: bytes) -> None:
+    limit = 16 + len(raw) // _BYTES_PER_CONTAINER
+    if raw.count(b"{") + raw.count(b"[") <= limit:
+        return
+    containers = sum(raw[found.start()] != ord('"') for found in _STRING_OR_OPENING.finditer(raw))
+    if containers > limit:
+        raise _malformed(path, f"{containers} objects and lists in a header of {len(raw)} bytes")
+
+
 def _metadata(path: Path, value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         raise _malformed(path, "__metadata__ is not a JSON object")
     for key, item in value.items():
         if not isinstance(item, str):
             raise _malformed(path, f"__metadata__ entry {_short(key)} is not a string")
+        if not (_is_unicode(key) and _is_unicode(item)):
+            raise _malformed(path, f"__metadata__ entry {_short(key)} is not valid Unicode")
     return value
 
 
@@ -139,7 +157,7 @@ def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
     def bad(problem: str) -> HeaderError:
         return _malformed(path, f"tensor {_short(name)}: {problem}")
 
-    if not name.isascii() and any("\ud800" <= char <= "\udfff" for char in name):
+    if not _is_unicode(name):
         raise bad("the name is not valid Unicode")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise bad("the entry does not hold exactly dtype, shape and data_offsets")
@@ -162,6 +180,11 @@ def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
     if elements * bits != (end - begin) * 8:
         raise bad(f"shape {_short(shape)} of {dtype} does not fill its {end - begin} bytes")
     return TensorInfo(name, dtype, tuple(shape), begin, end)
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can name half a surrogate pair, which no Unicode text holds."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _are_sizes(value: Any) -> bool:
