@@ -318,7 +318,7 @@ def _pack_folder(config: TiersConfig) -> Iterator[Finding]:
         yield Finding("pack filesystem", "ok", filesystem)
     yield Finding("pack free space", "ok", format_bytes(facts.free))
     yield _direct_io(config, facts)
-    yield _reader(config)
+    yield _reader(config, facts)
 
 
 def _direct_io(config: TiersConfig, facts: DiskFacts) -> Finding:
@@ -334,10 +334,13 @@ def _direct_io(config: TiersConfig, facts: DiskFacts) -> Finding:
     return Finding("direct I/O", "note", "not supported: rows are read through the page cache")
 
 
-def _reader(config: TiersConfig) -> Finding:
+def _reader(config: TiersConfig, facts: DiskFacts) -> Finding:
     wanted, reason = config.tiers.disk.reader, problem()
     if wanted == "pread":
         return Finding("rows are read by", "ok", "pread, a pool of threads")
+    cached = facts.direct_io is False or config.tiers.disk.direct == "never"
+    if wanted == "auto" and cached and reason is None:
+        return Finding("rows are read by", "ok", "pread, a pool of threads: faster through the page cache")
     if reason is None:
         return Finding("rows are read by", "ok", "io_uring")
     advice = "nothing needs to be done; set tiers.disk.reader to pread to have it said no more"

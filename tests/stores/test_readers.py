@@ -376,3 +376,13 @@ def test_registry(file: Path) -> None:
         open_reader("pread", file, direct="yes")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ReaderError, match="kind must be"):
         open_reader("pread", file, faults={"rules": [{"kind": "explode"}]})
+
+
+def test_auto_reads_through_the_page_cache_by_a_pool(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(1 << 16))
+    reader = open_reader("auto", path, direct="never")
+    try:
+        assert isinstance(reader, PreadReader)
+    finally:
+        reader.close()
