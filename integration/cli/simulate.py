@@ -121,6 +121,8 @@ def simulate_command(
                 lines.append(_line(result, int(size), percent, cost, seconds))
     if not lines:
         raise CliError("the device's policy has one pool for all layers: add --pool shared")
+    if DEVICE in policies and pool == "layer":
+        typer.echo(f"{DEVICE} is left out: it has one pool for all layers, see --pool shared", err=True)
     if plot is not None:
         draw_panels(plot, f"{found.name}, {pool} pool", _panels(lines))
     if as_json:

@@ -129,6 +129,16 @@ def test_wrong_options_are_one_line(
     assert "\n" not in str(done.exception)
 
 
+def test_what_is_left_out_is_said(short: Path) -> None:
+    done = run("simulate", short, "--policy", "lru,device", "--coverage", "50")
+    assert done.exit_code == 0, done.output
+    assert "device is left out" in done.stderr
+    assert (
+        "device is left out"
+        not in run("simulate", short, "--policy", "lru,device", "--pool", "shared").output
+    )
+
+
 def test_info_tells_sizes_and_repetition() -> None:
     done = run("trace", "info", DEMO, "--json")
     facts: dict[str, Any] = json.loads(done.stdout)
