@@ -12,6 +12,7 @@ import torch
 from ziggurat.kernels.admission import (
     ABSENT,
     CLOCK,
+    HALF_LIFE,
     HEAT_MOST,
     HEAT_UNIT,
     LOG_HEAD,
@@ -20,12 +21,15 @@ from ziggurat.kernels.admission import (
     make_admission,
 )
 from ziggurat.residency.device_state import Counted, DeviceState
+from ziggurat.residency.heat import HALF_LIFE_STEPS
 from ziggurat.residency.passes import IntArray
 from ziggurat.residency.slots import IntArray32
 from ziggurat.residency.transfers import EventFactory, Uploads
 
 _EVENT = 4  # words: clock, key, slot, evicted key
-_HOST_TO_DEVICE = 4  # the host's heat halves in 1024 steps, the device's in 256, so its sums are a quarter
+_HOST_TO_DEVICE = (
+    HALF_LIFE_STEPS / HALF_LIFE
+)  # the host's heat halves in 1024 steps, so its sums are larger by that
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
 #include "params.cuh"
 
 constexpr i32 CANDIDATES = WARP; // slots of a look: a lane each
-constexpr u32 HALF_LIFE = 256;
+constexpr u32 HALF_LIFE = 64;
 constexpr u32 HEAT_UNIT = 1u << 12, HEAT_MOST = 0x7FFFFFFFu;
 enum { CLOCK = 0, HAND = 1, LOG_HEAD = 2, COPIES = 3 }; // words of `state`
 
