@@ -31,11 +31,12 @@ from bench.results_io import RESULTS, provenance, write_json  # noqa: E402
 from bench.shapes import SHAPES  # noqa: E402
 from ziggurat.kernels.admission import CANDIDATES, HALF_LIFE  # noqa: E402
 from ziggurat.residency.admission_model import AdmissionModel, AdmissionRules  # noqa: E402
-from ziggurat.residency.policies.registry import policy_names  # noqa: E402
 from ziggurat.residency.prediction import side_by_side  # noqa: E402
 
 TRACE = ROOT / "bench" / "traces" / "demo_moe.npz"
 COVERAGES = (0.5, 0.25, 0.19)
+#: The host's policies that are shown beside; bench/policies compares all.
+COMPARED = ("lfu-decay", "lru")
 BATCHES = (1, 8)
 _MAPPED_STEPS = 256
 
@@ -123,7 +124,7 @@ def _compare(case: Case, coverage: float, variants: Sequence[AdmissionRules]) ->
     size = (case.layers, case.experts, slots)
     pools: dict[str, Pool] = {"device": AdmissionModel(*size)}
     pools |= {_name(rules): AdmissionModel(*size, rules) for rules in variants}
-    pools |= {name: HostPool(*size, name) for name in policy_names()}
+    pools |= {name: HostPool(*size, name) for name in COMPARED}
     pools["belady"] = BeladyPool(*size, case.steps)
     routed = sum(len(layer.experts) for step in case.steps for layer in step)
     return {

@@ -239,8 +239,9 @@ def test_heat_fills_pool_and_arena_and_reaches_the_device(
         assert set(service.slots.held()) == set(hottest[:6])
         assert {key for key in range(ROWS) if service.cache.holds(key)} == set(hottest[6:24])
         heat = service._layers._device.admission.heat  # type: ignore[union-attr]
-        ranked = torch.argsort(heat, descending=True, stable=True)[: len(hottest)].tolist()
-        assert ranked[:5] == hottest[:5]
+        given = heat[torch.tensor(hottest)]
+        assert (given[:-1] >= given[1:]).all(), "the same order, but for what rounding makes equal"
+        assert given[0] > given[-1] > 0
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------------
