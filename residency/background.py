@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class BackgroundThread:
+class BackgroundThread(ABC):
     """Subclasses write `_work`, which asks `_begin` before each portion and calls `_end` after it."""
 
     def __init__(self, name: str) -> None:
@@ -45,8 +46,9 @@ class BackgroundThread:
         if self._thread.ident is not None:
             self._thread.join()
 
+    @abstractmethod
     def _work(self) -> None:
-        raise NotImplementedError
+        """What the thread runs."""
 
     def _idle(self) -> bool:
         """Whether there is nothing to do right now. Asked under the lock `_changed`."""

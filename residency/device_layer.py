@@ -21,15 +21,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ziggurat.residency.device_state import Counted, DeviceState
+from ziggurat.residency.device_state import DeviceState
 from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.fetch import Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.passes import BoolArray, IntArray, PassMode, PassState, Route
 from ziggurat.residency.ports import LayerKernels
 from ziggurat.residency.rounds import Indices, rounds
-from ziggurat.residency.routing import check_shapes, count_pairs
-from ziggurat.residency.runtime_errors import RoutingError, StepError
+from ziggurat.residency.routing import check_counted, check_shapes, count_pairs
+from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.slots import ABSENT, SlotPool
 from ziggurat.residency.streaming.layers import StreamedLayers, TokenPart
 from ziggurat.residency.transfers import Download
@@ -83,7 +83,7 @@ class DeviceLayers:
         self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         """The launches of a replay pass with no live token: what graphs are captured from. Zeros [T, H]."""
-        self._check(layer, x, topk_weights, topk_ids, 0)
+        check_shapes(self._geometry, layer, x, topk_weights, topk_ids, 0, most=self._device.max_tokens)
         if not _capturing(x.device):
             self._device.disarm()
         return self._launch(layer, x, topk_weights, topk_ids)
@@ -100,7 +100,15 @@ class DeviceLayers:
 
         RoutingError for shapes, or in an inline pass ids, that the model cannot have produced.
         """
-        self._check(layer, x, topk_weights, topk_ids, state.step.tokens.count)
+        check_shapes(
+            self._geometry,
+            layer,
+            x,
+            topk_weights,
+            topk_ids,
+            state.step.tokens.count,
+            most=self._device.max_tokens,
+        )
         if state.mode is PassMode.REPLAY:
             return self._launch(layer, x, topk_weights, topk_ids)
         if self._passing is not None and self._streamed is not None:
@@ -217,21 +225,6 @@ class DeviceLayers:
             pool=self._slots.pool.tensor,
         )
 
-    def _check(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        live: int,
-    ) -> None:
-        check_shapes(self._geometry, layer, x, topk_weights, topk_ids, live)
-        if x.shape[0] > self._device.max_tokens:
-            raise RoutingError(
-                f"layer {layer} got {x.shape[0]} tokens, but the largest batch was said to have "
-                f"{self._device.max_tokens}"
-            )
-
     # -- passes ------------------------------------------------------------------------------------------------
 
     def begin(self, state: PassState) -> None:
@@ -265,7 +258,7 @@ class DeviceLayers:
         counted = self._device.counted()
         # The pass came behind the rows that were fetched for it, so these have arrived, too.
         self._fetcher.arrived()
-        self._check_ids(counted)
+        check_counted(self._geometry, counted.invalid)
         pairs, steady = counted.pairs, counted.steady
         here = self._slots.table.numpy != ABSENT
         routed = pairs > 0
@@ -302,7 +295,7 @@ class DeviceLayers:
             counts = self._deferred.popleft()
             counted = self._device.parse(counts.read())
             self._spare.append(counts)
-            self._check_ids(counted)
+            check_counted(self._geometry, counted.invalid)
             if counted.missing:
                 raise StepError(f"{counted.missing} pairs missed in a pool that holds every row")
             pairs.append(counted.pairs)
@@ -312,13 +305,6 @@ class DeviceLayers:
     def deferred(self) -> int:
         """Passes whose counts have not been collected."""
         return len(self._deferred)
-
-    def _check_ids(self, counted: Counted) -> None:
-        if counted.invalid:
-            raise RoutingError(
-                f"{counted.invalid} pairs are routed to experts that do not exist; experts are "
-                f"0..{self._geometry.experts - 1}"
-            )
 
     def _account(
         self,

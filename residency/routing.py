@@ -29,8 +29,13 @@ def check_shapes(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     live: int,
+    *,
+    most: int | None = None,
 ) -> None:
-    """RoutingError unless a call of a layer fits the model and the step's `live` tokens."""
+    """RoutingError unless a call of a layer fits the model and the step's `live` tokens.
+
+    most: rows of the largest batch.
+    """
     if not 0 <= layer < g.layers:
         raise RoutingError(f"layer index {layer} does not exist; there are {g.layers} MoE layers")
     if x.dim() != 2 or x.shape[1] != g.hidden:
@@ -42,6 +47,18 @@ def check_shapes(
         )
     if x.shape[0] < live:
         raise RoutingError(f"layer {layer} got {x.shape[0]} tokens in a step of {live} live tokens")
+    if most is not None and x.shape[0] > most:
+        raise RoutingError(
+            f"layer {layer} got {x.shape[0]} tokens, but the largest batch was said to have {most}"
+        )
+
+
+def check_counted(g: ServiceGeometry, invalid: int) -> None:
+    """RoutingError if a pass has counted pairs whose id is no expert's."""
+    if invalid:
+        raise RoutingError(
+            f"{invalid} pairs are routed to experts that do not exist; experts are 0..{g.experts - 1}"
+        )
 
 
 def count_pairs(

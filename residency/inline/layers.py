@@ -16,15 +16,14 @@ import numpy as np
 import torch
 
 from ziggurat.residency.device_layer import LateCounts
-from ziggurat.residency.device_state import Counted
 from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.inline.cache import InlineCache
 from ziggurat.residency.inline.state import Events, InlineState, Passed
 from ziggurat.residency.passes import IntArray, PassMode, PassState, Route
 from ziggurat.residency.ports import LayerKernels
-from ziggurat.residency.routing import check_shapes
-from ziggurat.residency.runtime_errors import RoutingError, StepError
+from ziggurat.residency.routing import check_counted, check_shapes
+from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.slots import ABSENT, SlotPool
 from ziggurat.residency.streaming.layers import StreamedLayers
 from ziggurat.residency.transfers import Download
@@ -97,7 +96,7 @@ class InlineLayers:
         self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         """The launches of a pass with no live token: what graphs are captured from. Zeros [T, H]."""
-        self._check(layer, x, topk_weights, topk_ids, 0)
+        check_shapes(self._geometry, layer, x, topk_weights, topk_ids, 0, most=self._device.max_tokens)
         capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if not capturing:
             self._device.disarm()
@@ -124,7 +123,15 @@ class InlineLayers:
 
         RoutingError for shapes, or in a streamed pass ids, that the model cannot have produced.
         """
-        self._check(layer, x, topk_weights, topk_ids, state.step.tokens.count)
+        check_shapes(
+            self._geometry,
+            layer,
+            x,
+            topk_weights,
+            topk_ids,
+            state.step.tokens.count,
+            most=self._device.max_tokens,
+        )
         if state.mode is PassMode.REPLAY:
             return self._launch(layer, x, topk_weights, topk_ids)
         return self._streamed.run(state, layer, x, topk_weights, topk_ids)
@@ -156,16 +163,6 @@ class InlineLayers:
             admission=device.admission if admits else None,
             layer=layer,
         )
-
-    def _check(
-        self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, live: int
-    ) -> None:
-        check_shapes(self._geometry, layer, x, topk_weights, topk_ids, live)
-        if x.shape[0] > self._device.max_tokens:
-            raise RoutingError(
-                f"layer {layer} got {x.shape[0]} tokens, but the largest batch was said to have "
-                f"{self._device.max_tokens}"
-            )
 
     # -- slots -------------------------------------------------------------------------------------------------
 
@@ -240,7 +237,7 @@ class InlineLayers:
         self._finished()
         counted, events = passed.counted, passed.events
         self._follow(events)
-        self._check_ids(counted)
+        check_counted(self._geometry, counted.invalid)
         absent = events.keys[~events.admitted]
         steady = counted.steady.reshape(-1)[absent]
         state.missed.update(zip(absent.tolist(), map(float, steady.tolist()), strict=True))
@@ -295,16 +292,9 @@ class InlineLayers:
         return len(self._deferred)
 
     def _check_sure(self, passed: Passed) -> None:
-        self._check_ids(passed.counted)
+        check_counted(self._geometry, passed.counted.invalid)
         if passed.counted.missing:
             absent = sorted(set(passed.events.keys[~passed.events.admitted].tolist()))[:3]
             raise StepError(
                 f"{passed.counted.missing} pairs missed in an arena that holds every row, rows {absent} first"
-            )
-
-    def _check_ids(self, counted: Counted) -> None:
-        if counted.invalid:
-            raise RoutingError(
-                f"{counted.invalid} pairs are routed to experts that do not exist; experts are "
-                f"0..{self._geometry.experts - 1}"
             )

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.admissions import admission_of
 from support.fake_moe import (
     EXPERTS,
     LAYERS,
@@ -180,12 +181,12 @@ def test_layers_without_slots_stand_beside_layers_that_admit(packs: FakePacks, m
         assert service.slots.used > 0
         assert set(service.slots.held()) <= keys_of(1, 3)
         passes = service.metrics.value("ziggurat_passes_total")
-        clock = int(service._layers._device.admission.state[CLOCK])
+        clock = int(admission_of(service).state[CLOCK])
         assert clock == passes, "the first layer has no slots, and the clock goes on all the same"
         with pytest.raises(ZeroDivisionError):
             service.run_step(lambda path: 1 // 0, StepTokens(1))
         service.moe(0, model.inputs(2), torch.ones(2, TOP_K), torch.ones(2, TOP_K, dtype=torch.int64))
-        assert int(service._layers._device.admission.state[CLOCK]) == clock, "no token was live"
+        assert int(admission_of(service).state[CLOCK]) == clock, "no token was live"
 
 
 def test_churn_leaves_direct_layers_where_they_are(packs: FakePacks, model: FakeModel) -> None:

@@ -9,12 +9,21 @@ from typing import Any
 import torch
 
 from ziggurat.kernels.admission import ABSENT, Admission, make_admission
+from ziggurat.residency.inline.layers import InlineLayers
+from ziggurat.residency.service import ExpertService
 
 
 def pattern_rows(keys: int, stride: int) -> torch.Tensor:
     """uint8 [keys, stride]: each row holds its key in every 32-bit word."""
     words = torch.arange(keys, dtype=torch.int32)[:, None].expand(-1, stride // 4).contiguous()
     return words.view(torch.uint8)
+
+
+def admission_of(service: ExpertService) -> Admission:
+    """What a service's layers admit into."""
+    layers = service._layers
+    assert isinstance(layers, InlineLayers)
+    return layers._device.admission
 
 
 def over_rows(

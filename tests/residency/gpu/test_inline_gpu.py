@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.admissions import admission_of
 from support.fake_moe import HIDDEN, LAYERS, FakeModel, FakePacks, bits_equal, make_packs
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.residency.config import TiersConfig
@@ -134,7 +135,7 @@ def test_pools_and_arenas_of_any_size(
             outcomes.add(result.outcome)
         service.collect()
         service.slots.check()
-        admission = service._layers._device.admission  # type: ignore[union-attr]
+        admission = admission_of(service)
         assert torch.equal(admission.table.cpu(), service.slots.table.table)
         if arena == "100%":
             assert service.metrics.value("ziggurat_replay_passes_total") == 0

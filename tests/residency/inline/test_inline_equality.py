@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.admissions import admission_of
 from support.fake_moe import FakeModel, FakePacks, Passes, bits_equal, tiers
 from ziggurat.residency.passes import StepTokens
 
@@ -83,6 +84,6 @@ def test_the_mirror_is_what_the_device_has(packs: FakePacks, model: FakeModel) -
         run = Passes(model, service)
         for step in range(30):
             run.step(model.inputs(2, seed=step))
-        admission = service._layers._device.admission  # type: ignore[union-attr]
+        admission = admission_of(service)
         assert torch.equal(admission.table, service.slots.table.table)
         assert admission.owners.tolist() == service.slots.table.owners

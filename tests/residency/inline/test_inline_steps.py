@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.admissions import admission_of
 from support.fake_moe import EXPERTS, FakeModel, FakePacks, Passes, bits_equal, open_tiers, tiers
 from support.ranks import ThreadConsensus, run_ranks
 from support.wrapped_packs import WrappedPack
@@ -83,7 +84,7 @@ def test_a_prompt_that_would_evict_too_much_passes_by(
 def test_prompts_are_no_uses(packs: FakePacks, model: FakeModel) -> None:
     """A prompt that is short beside the pool takes slots, and they are the first to go again."""
     service = started(packs, slots=47, places=ROWS)
-    heat = service._layers._device.admission.heat  # type: ignore[union-attr]
+    heat = admission_of(service).heat
     before = heat.clone()
     x = model.inputs(1)
     assert Passes(model, service).step(x, StepTokens(1, np.array([True]))).outcome == "streamed"
@@ -199,7 +200,7 @@ def test_a_forward_that_raises_leaves_the_service_usable(
         assert bits_equal(run.step(x).value, packs.reference(model, x))
     service.collect()
     service.slots.check()
-    admission = service._layers._device.admission  # type: ignore[union-attr]
+    admission = admission_of(service)
     assert torch.equal(admission.table, service.slots.table.table)
     service.close()
 
@@ -238,7 +239,7 @@ def test_heat_fills_pool_and_arena_and_reaches_the_device(
         service.preheated()
         assert set(service.slots.held()) == set(hottest[:6])
         assert {key for key in range(ROWS) if service.cache.holds(key)} == set(hottest[6:24])
-        heat = service._layers._device.admission.heat  # type: ignore[union-attr]
+        heat = admission_of(service).heat
         given = heat[torch.tensor(hottest)]
         assert (given[:-1] >= given[1:]).all(), "the same order, but for what rounding makes equal"
         assert given[0] > given[-1] > 0
