@@ -140,8 +140,10 @@ def _cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def measure(case: Case, path: Path, seconds: float, rounds: int, arena: memoryview) -> dict[str, Any]:
-    """Medians of one case."""
+def measure(
+    case: Case, path: Path, seconds: float, rounds: int, arena: memoryview, only: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Medians of one case. only: names of readers, besides fio; none: all."""
     mode: DirectMode = "always" if case.direct else "never"
     uring = UringReader(path, direct=mode, depth=case.depth)
     fixed = UringReader(path, direct=mode, depth=case.depth)
@@ -158,8 +160,8 @@ def measure(case: Case, path: Path, seconds: float, rounds: int, arena: memoryvi
     }
     if registered:
         runs["io_uring, registered arena of 1 GiB"] = lambda: ours(case, fixed, size, seconds, arena)
-    found: dict[str, list[Spent]] = {name: [] for name in runs}
-    names = list(runs)
+    names = [name for name in runs if not only or name == "fio" or name in only]
+    found: dict[str, list[Spent]] = {name: [] for name in names}
     try:
         for turn in range(rounds):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -215,6 +217,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="that are counted of one run")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument(
+        "--readers", nargs="+", default=(), help="beside fio, by the names in the result; default: all"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS / "stores.json")
     parser.add_argument("--commit")
     options = parser.parse_args(arguments)
@@ -231,7 +236,7 @@ def main(arguments: Sequence[str]) -> int:
         for case in CASES:
             if options.only not in case.name:
                 continue
-            cases.append(measure(case, path, options.seconds, options.rounds, arena))
+            cases.append(measure(case, path, options.seconds, options.rounds, arena, options.readers))
             for name, run in cases[-1]["runs"].items():
                 print(
                     f"{case.name}: {name}: {run['mb_per_s']:.0f} MB/s, {run['share_of_fio']:.3f} of fio, "
