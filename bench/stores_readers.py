@@ -92,7 +92,7 @@ def fio(case: Case, path: Path, seconds: float) -> Spent:
 
 
 def ours(
-    case: Case, reader: Reader, size: int, seconds: float, arena: memoryview, *, digest: bool = False
+    case: Case, reader: Reader, path: Path, seconds: float, arena: memoryview, *, digest: bool = False
 ) -> Spent:
     """One run of a reader: rows into places of an arena, in turn; BATCH_BYTES of them in a `read`."""
     places = len(arena) // case.row
@@ -105,7 +105,9 @@ def ours(
 
     began = time.perf_counter()
     counted, since, cpu = 0, 0.0, 0.0
-    for batch in _batches(case, size // case.row, batch_rows):
+    for batch in _batches(case, path.stat().st_size // case.row, batch_rows):
+        if not case.direct:
+            _forget(path)  # as fio does each time that it comes to the end of the file
         jobs = [
             ReadJob(row * case.row, arena[i % places * case.row : (i % places + 1) * case.row], row)
             for i, row in enumerate(batch)
@@ -149,17 +151,16 @@ def measure(
     fixed = UringReader(path, direct=mode, depth=case.depth)
     registered = fixed.register_memory(arena)
     pread = PreadReader(path, threads=case.depth, direct=mode)
-    size = path.stat().st_size
     few = arena[: case.depth * case.row]  # as much memory as fio reads into, over and over
     runs: dict[str, Callable[[], Spent]] = {
         "fio": lambda: fio(case, path, seconds),
-        "io_uring": lambda: ours(case, uring, size, seconds, few),
-        "pread": lambda: ours(case, pread, size, seconds, few),
-        "io_uring, checksums": lambda: ours(case, uring, size, seconds, few, digest=True),
-        "io_uring, arena of 1 GiB": lambda: ours(case, uring, size, seconds, arena),
+        "io_uring": lambda: ours(case, uring, path, seconds, few),
+        "pread": lambda: ours(case, pread, path, seconds, few),
+        "io_uring, checksums": lambda: ours(case, uring, path, seconds, few, digest=True),
+        "io_uring, arena of 1 GiB": lambda: ours(case, uring, path, seconds, arena),
     }
     if registered:
-        runs["io_uring, registered arena of 1 GiB"] = lambda: ours(case, fixed, size, seconds, arena)
+        runs["io_uring, registered arena of 1 GiB"] = lambda: ours(case, fixed, path, seconds, arena)
     names = [name for name in runs if not only or name == "fio" or name in only]
     found: dict[str, list[Spent]] = {name: [] for name in names}
     try:
