@@ -337,7 +337,8 @@ class HostCache:
         arrived: set[int] = set()
         pending = {item.key for item in plan}
         requests = [
-            RowRequest(*divmod(item.key, self._experts), self._arena.view(item.place)) for item in plan
+            RowRequest(*divmod(item.key, self._experts), self._arena.view(item.place), sole=item.cached)
+            for item in plan
         ]
         places = {item.key: item.place for item in plan}
         results = self._pack.read_rows(requests)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.fake_moe import FakePacks
+from support.page_cache import PAGE, drop, resident
 from support.wrapped_packs import WrappedPack
 from ziggurat.allocators.pageable import PageableArena
 from ziggurat.residency.host_cache import HostCache, RowBatch
 from ziggurat.residency.policies.registry import make_policy
 from ziggurat.residency.runtime_errors import HostCacheError
-from ziggurat.stores.pack import RowRequest
+from ziggurat.stores.pack import Pack, RowRequest
+from ziggurat.stores.readers.pread import PreadReader
 
 ROWS = 48
 
@@ -370,3 +374,27 @@ def test_what_cannot_work_is_refused(packs: FakePacks) -> None:
     pack = packs.open()
     with pytest.raises(HostCacheError, match="stride"):
         HostCache(pack, PageableArena(2, pack.header.stride * 2), make_policy("lru"), experts=12, staging=1)
+
+
+def test_what_the_arena_keeps_is_not_kept_by_the_page_cache(packs: FakePacks, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(packs.paths[0], tmp_path))
+    if not drop(copy):
+        pytest.skip("the filesystem of the temporary folder has nothing but the page cache")
+    pack = Pack.open(copy, reader=PreadReader(copy, direct="never"))
+    cache = HostCache(pack, PageableArena(40, pack.header.stride), make_policy("lru"), experts=12, staging=4)
+    drop(copy)
+
+    def pages(key: int) -> int:
+        return resident(copy, pack._data_start + pack.header.row_offset(*divmod(key, 12)), pack.header.stride)
+
+    def get(keys: range, keep: bool) -> None:
+        epoch = cache.open_epoch()
+        for batch in cache.rows(dict.fromkeys(keys, 1.0), epoch=epoch, keep=keep):
+            cache.settle(batch)
+        cache.close_epoch(epoch)
+
+    get(range(30, 34), keep=False)
+    assert all(pages(key) == pack.header.stride // PAGE for key in range(30, 34)), "the only copy"
+    get(range(24), keep=True)
+    assert [key for key in range(24) if cache.holds(key) and pages(key)] == []
+    pack.close()
