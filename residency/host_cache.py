@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from ziggurat.residency.policies.base import EvictionPolicy
+from ziggurat.residency.policies.base import NO_IDS, EvictionPolicy
 from ziggurat.residency.ports import RowArena, RowPack
 from ziggurat.residency.runtime_errors import HostCacheError
 from ziggurat.stores.pack import RowRequest
@@ -257,6 +257,7 @@ class HostCache:
     def _find(self, remaining: dict[int, float], epoch: int) -> RowBatch:
         batch = RowBatch()
         with self._changed:
+            self.policy.routed(self._layer_of(remaining), NO_IDS)
             for key in [key for key in remaining if key in self._place_of]:
                 place = self._place_of[key]
                 weight = remaining.pop(key)
@@ -264,6 +265,12 @@ class HostCache:
                     self.policy.touch(key, weight)
                 batch.rows.append(self._arrived(key, place, "arena", 0.0, epoch))
         return batch
+
+    def _layer_of(self, keys: Iterable[int]) -> int:
+        """The layer that keys are of; the last one of the model if they are of several, since a step begins anew when
+        these are there."""
+        layers = {key // self._experts for key in keys}
+        return layers.pop() if len(layers) == 1 else self._pack.header.layers - 1
 
     def _arrived(self, key: int, place: int, source: Source, seconds: float, epoch: int) -> ArrivedRow:
         readers = self._readers[place]

@@ -47,8 +47,8 @@ from ziggurat.residency.passes import (
     StepState,
     StepTokens,
 )
-from ziggurat.residency.policies.base import PolicySettings
-from ziggurat.residency.policies.registry import arena_policy, make_policy
+from ziggurat.residency.policies.base import EvictionPolicy, PolicySettings
+from ziggurat.residency.policies.registry import host_half_life, make_host_policy, make_policy
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import StepError
@@ -163,7 +163,7 @@ class ExpertService:
         )
         kind = InlineCache if self.choice.serving == "inline" else HostCache
         self.cache = kind(
-            pack, arena, make_policy(arena_policy(eviction)), experts=geometry.experts, staging=readers
+            pack, arena, _host_policy(config, geometry), experts=geometry.experts, staging=readers
         )
         self._fetcher = Fetcher(self.slots, self.cache)
         direct = open_direct(
@@ -490,6 +490,17 @@ def _order(slots: int, seed: int | None) -> list[int]:
     if seed is not None:
         random.Random(seed).shuffle(order)
     return order
+
+
+def _host_policy(config: TiersConfig, geometry: ServiceGeometry) -> EvictionPolicy:
+    """The arena's policy, as the configuration says."""
+    half_life = host_half_life(geometry.experts, geometry.top_k)
+    percent = config.policy.host_floor
+    return make_host_policy(
+        config.policy.host,
+        PolicySettings(half_life, geometry.layers, geometry.experts),
+        floor=None if percent is None else percent / 100,
+    )
 
 
 def _heat_file(pack: RowPack, folder: Path | None) -> tuple[HeatKey, Path | None]:
