@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +247,32 @@ def test_an_abandoned_request_gives_every_place_back(packs: FakePacks) -> None:
     rig.cache.close_epoch(epoch)
     rig.cache.check()
     assert rig.get(range(6)).keys() == set(range(6))
+
+
+def test_a_step_that_can_evict_nothing_asks_once_and_not_for_each_row(
+    packs: FakePacks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(packs, places=12, staging=2)
+    rig.get(range(10))
+    epoch = rig.cache.open_epoch()
+    held = list(rig.cache.rows(dict.fromkeys(range(10), 1.0), epoch=epoch))
+    asked: list[int | None] = []
+    victim = rig.cache.policy.victim
+
+    def note(blocked: Container[int]) -> int | None:
+        asked.append(victim(blocked))
+        return asked[-1]
+
+    monkeypatch.setattr(rig.cache.policy, "victim", note)
+    rounds = 0
+    for batch in rig.cache.rows(dict.fromkeys(range(20, 44), 1.0), epoch=epoch):
+        rounds += 1
+        rig.cache.settle(batch)
+    assert rounds == 24, "staging brought all of them, two at a time"
+    assert asked == [None] * 12
+    for batch in held:
+        rig.check(batch)
+    rig.cache.close_epoch(epoch)
 
 
 # -- background fill -----------------------------------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.errors import ConfigError
-from ziggurat.residency.policies.base import EvictionPolicy, PolicySettings
+from ziggurat.residency.policies.base import NO_IDS, EvictionPolicy, PolicySettings
 from ziggurat.residency.policies.registry import (
     HOST_POLICY,
     host_half_life,
@@ -148,3 +151,92 @@ def test_a_long_time_changes_no_decision() -> None:
         policy.touch(EXPERTS)
     far.advance(256 * 256)
     assert near.order() == far.order()
+
+
+# -- what a miss costs ---------------------------------------------------------------------------------------------
+
+
+class Counted(int):
+    """A key that counts how often a table looks it up."""
+
+    looked_up = 0
+
+    def __hash__(self) -> int:
+        Counted.looked_up += 1
+        return int.__hash__(self)
+
+    def __neg__(self) -> Counted:
+        return Counted(int.__neg__(self))
+
+
+class SortsAll:
+    """What no policy may do: look at every key to find the coldest."""
+
+    def __init__(self) -> None:
+        self.uses: dict[int, int] = {}
+        self.clock = 0
+
+    def insert(self, key: int, weight: float = 1.0) -> None:
+        self.touch(key, weight)
+
+    def touch(self, key: int, weight: float = 1.0) -> None:
+        self.clock += 1
+        self.uses[key] = self.clock
+
+    def remove(self, key: int) -> None:
+        del self.uses[key]
+
+    def victim(self, blocked: object) -> int:
+        return sorted(self.uses, key=lambda key: self.uses[key])[0]
+
+    def routed(self, layer: int, ids: object) -> None:
+        pass
+
+    def advance(self, steps: int = 1) -> None:
+        pass
+
+
+def lookups_per_miss(make: Callable[[], Any], places: int) -> float:
+    """Of a full arena that is asked for popular rows, for ever new ones, and now and then for a scan."""
+    policy = make()
+    chance = random.Random(places)
+    here: set[int] = set()  # of plain numbers, whose look-ups are not counted
+    misses, first = 0, 0
+    for turn in range(3 * places):
+        if turn == places:
+            misses, first = 0, Counted.looked_up
+        popular = int(chance.paretovariate(0.6)) % places
+        for number in (popular, places + chance.randrange(8 * places)):
+            key, scan = Counted(number), turn % 16 == 0
+            policy.routed(number % 8, NO_IDS)
+            if number in here:
+                policy.touch(key, 0.0 if scan else 1.0)
+                continue
+            misses += 1
+            if len(here) == places:
+                victim = policy.victim(())
+                policy.remove(victim)
+                here.remove(int(victim))
+            policy.insert(key, 0.0 if scan else 1.0)
+            here.add(number)
+        policy.advance()
+    return (Counted.looked_up - first) / misses
+
+
+@pytest.mark.parametrize("floor", [None, 0.5])
+@pytest.mark.parametrize("name", host_policy_names())
+def test_a_miss_costs_no_more_in_an_arena_sixteen_times_as_large(name: str, floor: float | None) -> None:
+    def make(places: int) -> Callable[[], EvictionPolicy]:
+        known = PolicySettings(host_half_life(64, 8), 8, 9 * places // 8)
+        return lambda: make_host_policy(name, known, floor=floor)
+
+    small, large = (lookups_per_miss(make(places), places) for places in (256, 4096))
+    # A logarithm would grow by half.
+    assert large < 1.5 * small + 2, (
+        f"{small:.1f} look-ups a miss in the small one, {large:.1f} in the large one"
+    )
+
+
+def test_that_would_be_noticed() -> None:
+    small, large = (lookups_per_miss(SortsAll, places) for places in (64, 256))
+    assert large > 3 * small
