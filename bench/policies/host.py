@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from ziggurat.residency.policies.base import PolicySettings
 from ziggurat.residency.policies.registry import HOST_POLICY, host_half_life
 from ziggurat.residency.simulation.events import Events, make_events
@@ -20,6 +22,7 @@ ARENAS: Final = (25.0, 50.0, 75.0)
 FLOORS: Final = (0.0, 0.5, 1.0)
 FLOORED: Final = (HOST_POLICY, "lru")
 HALF_LIVES: Final = (0.5, 1.0, 2.0, 4.0)
+SHORT: Final = 64
 BEFORE: Final = ("lfu-decay", 256.0)
 """What an arena had before it had a policy of its own, and its half-life."""
 
@@ -91,9 +94,9 @@ def summary(found: HostResult) -> dict[str, float]:
 
 
 def scans(trace: Trace, batch: int) -> list[dict[str, Any]]:
-    """Sequences whose first half is a prompt: what decoding has to wait for if prompts are told apart, and if not."""
-    halves = Trace(trace.ids, trace.experts, trace.lengths, trace.lengths // 2, name=trace.name)
-    events = make_events(halves, batch)
+    """Short sequences whose first half is a prompt, so that one comes every few steps: what has to be read for steps
+    that only decode if prompts are told apart, and if not."""
+    events = make_events(_short(trace), batch)
     lines = []
     for arena in ARENAS:
         requests = asked(events, 25.0)
@@ -115,6 +118,14 @@ def scans(trace: Trace, batch: int) -> list[dict[str, Any]]:
             }
         )
     return lines
+
+
+def _short(trace: Trace) -> Trace:
+    """The texts in pieces of SHORT positions."""
+    pieces = trace.positions // SHORT
+    ids = trace.ids[:, : pieces * SHORT].reshape(-1, SHORT, trace.layers, trace.top_k)
+    lengths = np.full(len(ids), SHORT, dtype=np.int64)
+    return Trace(ids, trace.experts, lengths, lengths // 2, name=trace.name)
 
 
 def _has_prompt(batches: list[tuple[list[int], list[int]]]) -> bool:

@@ -36,7 +36,7 @@ COVERAGES: Final = (10.0, 19.0, 25.0, 50.0)
 BATCHES: Final = (1, 4, 16)
 HALF_LIVES: Final = (8, 16, 32, 64, 256)
 WINDOWS: Final = (16, 32, 128, 1 << 20)
-PARTS: Final = ("grid", "device", "prompts", "host")
+PARTS: Final = ("grid", "device", "prompts", "host", "scans")
 DEMO: Final = ROOT / "bench" / "traces" / "demo_moe.npz"
 
 
@@ -80,6 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         content["prompts"] = prompts(options.sequences)
     if "host" in options.parts:
         content["host"] = host_study(options.traces, options.sequences)
+    if "scans" in options.parts:
         content["host_scans"] = host.scans(_demo(options.sequences), min(4, options.sequences or 4))
     origin = provenance(["bench/policies/run.py", *arguments], at=options.commit)
     path = options.results / "policies.json"

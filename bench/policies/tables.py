@@ -37,8 +37,10 @@ def policies(
         parts.append(f"{origin(result['origins']['device'])}\n")
     if "host" in result:
         parts += ["### Policies of the arena\n", host(result["host"], markdown)]
-        parts += ["Prompts beside decoding, in the arena:\n", host_scans(result["host_scans"], markdown)]
         parts.append(f"{origin(result['origins']['host'])}\n")
+    if "host_scans" in result:
+        parts += ["Prompts beside decoding, in the arena:\n", host_scans(result["host_scans"], markdown)]
+        parts.append(f"{origin(result['origins']['host_scans'])}\n")
     parts += ["### Speed of the simulator\n", speed(result["pairs_per_second"], markdown)]
     return "\n".join(parts)
 

@@ -35,7 +35,7 @@ def test_parts_are_measured_and_rendered(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(host, "POOLS", (25.0,))
     arguments = ["--results", str(tmp_path), "--sequences", "2", "--commit", "0123456789abcdef"]
     assert run.main([*arguments, "--parts", "grid"]) == 0
-    assert run.main([*arguments, "--parts", "device", "prompts", "host"]) == 0
+    assert run.main([*arguments, "--parts", "device", "prompts", "host", "scans"]) == 0
     found = read_json(tmp_path / "policies.json")
     parts = {"grid", "pairs_per_second", "device", "prompts", "host", "host_scans"}
     assert set(found["origins"]) == parts
