@@ -30,8 +30,9 @@ from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.geometry_check import check_geometry
 from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
+from ziggurat.residency.inline.ahead import LookingAhead
 from ziggurat.residency.inline.cache import InlineCache
-from ziggurat.residency.inline.choice import MappedArena, choose
+from ziggurat.residency.inline.choice import MappedArena, check_lookahead, choose
 from ziggurat.residency.inline.churn import ArenaChurn
 from ziggurat.residency.inline.layers import InlineLayers
 from ziggurat.residency.inline.parts import Hooks, Inline
@@ -140,7 +141,10 @@ class ExpertService:
         self._arena = arena
         self._ring = ring
         self._readers = readers
-        self._heat_key, self._heat_path = _heat_file(pack, heat_folder)
+        self._heat_key = HeatKey.of(pack.header)
+        self._heat_path = (
+            None if heat_folder is None else heat_folder / self._heat_key.filename_of(pack.header)
+        )
         self._state: PassState | None = None
         self._in_step = False
         self._closed = False
@@ -161,6 +165,7 @@ class ExpertService:
             whole_pool=pool.slots >= geometry.rows,
             consensus=consensus,
         )
+        check_lookahead(config.miss.lookahead, self.choice, whole_pool=pool.slots >= geometry.rows)
         kind = InlineCache if self.choice.serving == "inline" else HostCache
         self.cache = kind(
             pack, arena, _host_policy(config, geometry), experts=geometry.experts, staging=readers
@@ -199,6 +204,7 @@ class ExpertService:
                 readers,
                 Hooks(self._arm, self.collect, lambda report: self._account.filled(report)),
                 direct,
+                config.miss.lookahead > 0,
             )
             self._layers, self._runner = self._inline.layers, self._inline.runner
         else:
@@ -215,6 +221,7 @@ class ExpertService:
             self._runner = StepRunner(
                 geometry, self.slots, self._fetcher, consensus, settings, self._layers, self._arm
             )
+        self.lookahead = LookingAhead(self._layers)  # whose guesses are fetched (`miss.lookahead`)
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
         self._account.serving(self.choice.serving)
         self._account.direct(len(self._direct_keys))
@@ -501,9 +508,3 @@ def _host_policy(config: TiersConfig, geometry: ServiceGeometry) -> EvictionPoli
         PolicySettings(half_life, geometry.layers, geometry.experts),
         floor=None if percent is None else percent / 100,
     )
-
-
-def _heat_file(pack: RowPack, folder: Path | None) -> tuple[HeatKey, Path | None]:
-    h = pack.header
-    key = HeatKey(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
-    return key, None if folder is None else folder / key.filename(h.tp_rank, h.tp_size)
