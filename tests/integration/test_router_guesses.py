@@ -28,6 +28,9 @@ class Gate(torch.nn.Module):
             torch.nn.Parameter(torch.randn(EXPERTS, generator=generator)) if bias else None
         )
 
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x @ self.weight.T, None
+
 
 class Block(torch.nn.Module):
     def __init__(self, generator: torch.Generator, *, bias: bool) -> None:
@@ -43,7 +46,7 @@ class Layer(torch.nn.Module):
         self.mlp = Block(generator, bias=bias)
 
     def scores(self, residual: torch.Tensor) -> torch.Tensor:
-        logits = self.post_attention_layernorm.forward(residual) @ self.mlp.gate.weight.T
+        logits, _ = self.mlp.gate.forward(self.post_attention_layernorm.forward(residual))
         bias = self.mlp.gate.e_score_correction_bias
         return logits if bias is None else torch.sigmoid(logits) + bias
 
@@ -61,7 +64,7 @@ def made(*, bias: bool = False) -> tuple[torch.nn.Module, list[Layer], list[str]
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_guess_is_the_next_router_over_this_layers_residual_stream(bias: bool) -> None:
     model, layers, prefixes = made(bias=bias)
-    guesses = RouterGuesses(model, prefixes, 4, lambda: True)
+    guesses = RouterGuesses(model, prefixes, 4, lambda device: True)
     residual = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         for layer in range(1, LAYERS):
@@ -74,7 +77,7 @@ def test_a_guess_is_the_next_router_over_this_layers_residual_stream(bias: bool)
 def test_a_channel_that_the_norm_before_has_shut_is_left_out() -> None:
     model, layers, prefixes = made()
     layers[0].post_attention_layernorm.weight.data[3] = 0.0
-    guess = RouterGuesses(model, prefixes, EXPERTS, lambda: True)(1)
+    guess = RouterGuesses(model, prefixes, EXPERTS, lambda device: True)(1)
     assert guess is not None
     with torch.no_grad():
         found = guess(torch.full((1, HIDDEN), 2.0))
@@ -83,7 +86,7 @@ def test_a_channel_that_the_norm_before_has_shut_is_left_out() -> None:
 
 def test_nobody_guesses_while_a_branch_could_not_be_joined() -> None:
     model, _, prefixes = made()
-    assert RouterGuesses(model, prefixes, 4, lambda: False)(1) is None
+    assert RouterGuesses(model, prefixes, 4, lambda device: False)(1) is None
 
 
 @pytest.mark.parametrize("missing", ["mlp.gate", "post_attention_layernorm"])
@@ -93,4 +96,4 @@ def test_a_model_without_routers_or_norms_in_their_places_is_refused(missing: st
     delattr(model.get_submodule(owner), name)
     message = rf"miss\.lookahead: nothing called '{name}' is near model\.layers\.1\.mlp\.experts"
     with pytest.raises(UnsupportedFeatureError, match=message):
-        RouterGuesses(model, prefixes, 4, lambda: True)
+        RouterGuesses(model, prefixes, 4, lambda device: True)
