@@ -102,7 +102,7 @@ def test_the_command_looks_ahead(tmp_path: Path, capsys: pytest.CaptureFixture[s
     arguments = ["--shape", "demo", "--layers", "2", "--device", "cpu", "--parts", "decode", "--tokens", "2"]
     steps = ["--batch-warm", "2", "--batch-steps", "2", "--coverage", "25", "--lookahead", "2"]
     assert inline.main([*arguments, *steps, "--results", str(tmp_path), "--commit", "abc"]) == 0
-    content = json.loads((tmp_path / "inline.json").read_text())
+    content = json.loads((tmp_path / "inline_ahead.json").read_text())
     assert content["lookahead"] == 2
     for one in content["cases"]:
         (run,) = one["runs"]
