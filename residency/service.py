@@ -30,6 +30,7 @@ from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.geometry_check import check_geometry
 from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
+from ziggurat.residency.host_policy import host_policy
 from ziggurat.residency.inline.ahead import LookingAhead
 from ziggurat.residency.inline.cache import InlineCache
 from ziggurat.residency.inline.choice import MappedArena, check_lookahead, choose
@@ -49,7 +50,7 @@ from ziggurat.residency.passes import (
     StepTokens,
 )
 from ziggurat.residency.policies.base import PolicySettings
-from ziggurat.residency.policies.registry import arena_policy, make_policy
+from ziggurat.residency.policies.registry import make_policy
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import StepError
@@ -168,7 +169,7 @@ class ExpertService:
         check_lookahead(config.miss.lookahead, self.choice, whole_pool=pool.slots >= geometry.rows)
         kind = InlineCache if self.choice.serving == "inline" else HostCache
         self.cache = kind(
-            pack, arena, make_policy(arena_policy(eviction)), experts=geometry.experts, staging=readers
+            pack, arena, host_policy(config.policy, geometry), experts=geometry.experts, staging=readers
         )
         self._fetcher = Fetcher(self.slots, self.cache)
         direct = open_direct(
