@@ -30,6 +30,7 @@ from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.geometry_check import check_geometry
 from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
+from ziggurat.residency.host_policy import host_policy
 from ziggurat.residency.inline.ahead import LookingAhead
 from ziggurat.residency.inline.cache import InlineCache
 from ziggurat.residency.inline.choice import MappedArena, check_lookahead, choose
@@ -48,8 +49,8 @@ from ziggurat.residency.passes import (
     StepState,
     StepTokens,
 )
-from ziggurat.residency.policies.base import EvictionPolicy, PolicySettings
-from ziggurat.residency.policies.registry import host_half_life, make_host_policy, make_policy
+from ziggurat.residency.policies.base import PolicySettings
+from ziggurat.residency.policies.registry import make_policy
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import StepError
@@ -168,7 +169,7 @@ class ExpertService:
         check_lookahead(config.miss.lookahead, self.choice, whole_pool=pool.slots >= geometry.rows)
         kind = InlineCache if self.choice.serving == "inline" else HostCache
         self.cache = kind(
-            pack, arena, _host_policy(config, geometry), experts=geometry.experts, staging=readers
+            pack, arena, host_policy(config.policy, geometry), experts=geometry.experts, staging=readers
         )
         self._fetcher = Fetcher(self.slots, self.cache)
         direct = open_direct(
@@ -497,14 +498,3 @@ def _order(slots: int, seed: int | None) -> list[int]:
     if seed is not None:
         random.Random(seed).shuffle(order)
     return order
-
-
-def _host_policy(config: TiersConfig, geometry: ServiceGeometry) -> EvictionPolicy:
-    """The arena's policy, as the configuration says."""
-    half_life = host_half_life(geometry.experts, geometry.top_k)
-    percent = config.policy.host_floor
-    return make_host_policy(
-        config.policy.host,
-        PolicySettings(half_life, geometry.layers, geometry.experts),
-        floor=None if percent is None else percent / 100,
-    )
