@@ -42,6 +42,14 @@ def resealed(change: dict[str, Any] | None = None, **entries: Any) -> bytes:
     return json.dumps({**body, "digest": _digest(body)}).encode()
 
 
+def manifest_or_problem(raw: bytes) -> Manifest | str:
+    """What is read, or why it is refused; no other error comes of any bytes."""
+    try:
+        return parse_manifest(PATH, raw)
+    except ManifestError as e:
+        return str(e)
+
+
 def test_it_says_what_was_written(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) is None
     (tmp_path / MANIFEST_FILE).write_bytes(RAW)
@@ -66,10 +74,9 @@ def test_every_truncation_is_named() -> None:
 def test_a_flipped_bit_changes_nothing_or_is_an_error(at: int, bit: int) -> None:
     raw = bytearray(RAW)
     raw[at] ^= 1 << bit
-    try:
-        found = parse_manifest(PATH, bytes(raw))
-    except ManifestError as e:
-        assert str(PATH) in str(e)
+    found = manifest_or_problem(bytes(raw))
+    if isinstance(found, str):
+        assert str(PATH) in found
     else:
         assert found == MANIFEST  # white space
 
@@ -93,10 +100,9 @@ def test_any_value_with_a_right_digest(name: str, value: Any) -> None:
     body = json.loads(RAW)
     body.pop("digest")
     body[name] = value
-    try:
-        found = parse_manifest(PATH, json.dumps({**body, "digest": _digest(body)}).encode())
-    except ManifestError as e:
-        assert str(PATH) in str(e)
+    found = manifest_or_problem(json.dumps({**body, "digest": _digest(body)}).encode())
+    if isinstance(found, str):
+        assert str(PATH) in found
     else:
         assert (name, value) in [("stated_block", None), ("files", {}), ("format_version", 1)]
         assert found.experts == MANIFEST.experts
