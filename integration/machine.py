@@ -28,14 +28,12 @@ def machine_limits(
     tp_size: int = 1,
     rank: int | None = None,
     workspace: int = 0,
-    buildable: bool = True,
 ) -> MachineLimits:
     """What the machine has left now. `packs`: where the pack of each rank is or will be.
 
     rank: look at the device of this rank of `tp_size` alone, None at those of all. workspace: bytes of a device that
-    kernels take beside the pool. buildable: whether packs that are missing can be built here.
-    Makes no CUDA context. Raises ConfigError for a device or NUMA node that is not here and for a pack folder that
-    cannot be looked at.
+    kernels take beside the pool. Makes no CUDA context. Raises ConfigError for a device or NUMA node that is not here
+    and for a pack folder that cannot be looked at.
     """
     device = resolve_device(config.tiers.device.device, tp_size)
     host = HostLimits.read()
@@ -66,7 +64,6 @@ def machine_limits(
         disk_writable=disk.writable,
         packs_built=built,
         packs_building=building,
-        packs_buildable=buildable,
         direct_io=disk.direct_io,
     )
 

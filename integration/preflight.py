@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ziggurat.allocators.errors import AllocatorError
@@ -54,9 +55,8 @@ def plan_for(
     row_bytes = encoder_for(checkpoint, config.codecs.base).row_bytes(tp_size)
     paths = pack_paths(checkpoint, config, tp_size)
     workspace = kernel_workspace(checkpoint, tp_size, max_tokens)
-    machine = machine_limits(
-        config, paths, tp_size=tp_size, workspace=workspace, buildable=checkpoint.has_experts
-    )
+    machine = machine_limits(config, paths, tp_size=tp_size, workspace=workspace)
+    machine = replace(machine, packs_buildable=checkpoint.has_experts)
     if machine.device != "cpu":
         check_shape(_rank_geometry(checkpoint, tp_size), checkpoint.experts, checkpoint.top_k)
     return plan(
