@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ziggurat.stores.errors import CheckpointError, ManifestError
@@ -51,10 +52,15 @@ def is_main_expert(name: str, config: ModelConfig) -> bool:
 
 
 def _check_shards(folder: Path, manifest: Manifest, headers: dict[str, FileHeader]) -> None:
-    for name, facts in manifest.shards.items():
-        if name not in headers:
-            raise ManifestError(f"{folder}: {name} is not there, which {MANIFEST_FILE} lists; {_AGAIN}")
-        found = file_digest(headers[name]).hex()
+    shards = manifest.shards
+    if not shards:
+        raise ManifestError(f"{folder}: {MANIFEST_FILE} lists no shard; {_AGAIN}")
+    if absent := [name for name in shards if name not in headers]:
+        raise ManifestError(f"{folder}: {absent[0]} is not there, which {MANIFEST_FILE} lists; {_AGAIN}")
+    with ThreadPoolExecutor(8) as threads:
+        digests = list(threads.map(file_digest, [headers[name] for name in shards]))
+    for (name, facts), digest in zip(shards.items(), digests, strict=True):
+        found = digest.hex()
         if found != facts.sample:
             raise ManifestError(
                 f"{folder}: {name} is not the file that was exported: its digest is {found}, but {MANIFEST_FILE} says "

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -33,7 +34,13 @@ from ziggurat.stores.errors import (
 )
 from ziggurat.stores.exporting import changed_files, export_checkpoint
 from ziggurat.stores.headers import read_header
-from ziggurat.stores.manifest import MANIFEST_FILE, UNFINISHED_MANIFEST, FileFacts, read_manifest
+from ziggurat.stores.manifest import (
+    MANIFEST_FILE,
+    UNFINISHED_MANIFEST,
+    FileFacts,
+    manifest_bytes,
+    read_manifest,
+)
 from ziggurat.stores.pack import Pack
 from ziggurat.stores.rebuild import CheckpointRows
 from ziggurat.stores.shards import INDEX_FILE, SINGLE_FILE
@@ -243,6 +250,15 @@ def test_a_missing_or_added_shard_is_refused(exported: Path) -> None:
     (exported / INDEX_FILE).write_text(json.dumps(index))
     shutil.copy(path, exported / "another.safetensors")
     assert "another.safetensors was not exported with the others" in refused(exported)
+
+
+def test_a_manifest_without_shards_is_refused(exported: Path) -> None:
+    manifest = read_manifest(exported)
+    assert manifest is not None
+    (exported / MANIFEST_FILE).write_bytes(manifest_bytes(replace(manifest, files={})))
+    for path in [*exported.glob("*.safetensors"), exported / INDEX_FILE]:
+        path.unlink()
+    assert "lists no shard" in refused(exported)
 
 
 def test_the_export_of_another_checkpoint_is_refused(exported: Path, tmp_path: Path) -> None:
