@@ -14,6 +14,7 @@ import torch
 from ziggurat.kernels.admission import Admission
 from ziggurat.kernels.codecs.base import DecodedExpert
 from ziggurat.kernels.geometry import ExpertGeometry
+from ziggurat.stores.counts import PackCounts
 from ziggurat.stores.pack import RowRequest, RowResult
 from ziggurat.stores.packformat import PackHeader
 
@@ -27,6 +28,10 @@ class RowPack(Protocol):
     def read_rows(self, wanted: Sequence[RowRequest]) -> Generator[RowResult, None, None]:
         """Read rows into the requests' buffers; yields in order of completion. No read is under way
         when it ends, raises or is closed."""
+        ...
+
+    def counts(self) -> PackCounts:
+        """What reads met so far."""
         ...
 
     def close(self) -> None: ...
