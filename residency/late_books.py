@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-QUIET_SECONDS = 0.05
+QUIET_SECONDS = 0.2
 
 
 class LateBooks:

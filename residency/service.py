@@ -72,7 +72,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _SERVED = {"host": "by the host", "inline": "inline, by the device", "replay": "by replay"}
-_MOST_LATE = 512  # steps whose counts may wait for a thread that gets no time
+_MOST_LATE = 32  # copies of counts that may wait for a thread that gets no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +267,14 @@ class ExpertService:
             raise StepError(f"prefill must have one flag for each of the {tokens.count} live tokens")
         self._raise_late_error()
         self._close_late_epoch()
+        if self._runner.sure(tokens):
+            self._in_step = True
+            try:
+                result = self._runner.run_sure(forward, tokens)
+            finally:
+                self._in_step = False
+            self._book_later()
+            return result
         self._in_step = True
         step = StepState(tokens, self.cache.open_epoch())
         clock = StepClock(lambda: self._fetcher.seconds)
@@ -375,9 +383,9 @@ class ExpertService:
         with self._books:
             late = self._layers.collect(wait=wait)
             if late is not None:
-                self._heat_late += len(late.pairs)
-                self._policies_late += len(late.pairs)
-                self.heat.add_steps(late.pairs)
+                self._heat_late += late.steps
+                self._policies_late += late.steps
+                self.heat.add_steps(late.pairs, late.steps)
                 self._account.late_steps(late)
 
     def _save_heat(self) -> HeatNote:
@@ -430,9 +438,7 @@ class ExpertService:
 
     def _finish(self, step: StepState, result: StepResult[T]) -> None:
         if step.deferred:
-            self._late_books.nudge()
-            if self._layers.deferred > _MOST_LATE:
-                self.collect(wait=False)
+            self._book_later()
             return
         self._steps += 1
         with self._books:
@@ -446,12 +452,18 @@ class ExpertService:
         if self._steps % self._config.heat.save_every_steps == 0:
             self._save_heat()
 
+    def _book_later(self) -> None:
+        """After a step that nobody waited for."""
+        self._late_books.nudge()
+        if self._layers.late is not None and self._layers.late.copies > _MOST_LATE:
+            self.collect(wait=False)
+
     def _book_late(self) -> bool:
         """In the thread: book what has arrived; whether something is left."""
         self.collect(wait=False)
         if self._heat_late >= self._config.heat.save_every_steps:
             self._save_heat()
-        return self._layers.deferred > 0
+        return self._layers.late is not None and self._layers.late.waiting
 
     def _raise_late_error(self) -> None:
         error = self._late_books.take_error()
