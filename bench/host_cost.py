@@ -2,12 +2,12 @@
 
     python bench/host_cost.py [--steps N] [--device cpu|cuda:0] [--results FOLDER]
 
-The real service runs steps whose forward does nothing, as a replayed graph does nothing on the host: what is left is our
-code around it. Every row is in the pool, or in the host arena (`inline` at half of the pool; since the forward does
-nothing, nothing is fetched there either). *before* is the time until the forward begins, which on an idle device adds to
-the step in full; *after* the time from its end until the step returns, which a device that is still busy hides; *beside*
-the processor time of other threads of the process, which share the interpreter: booking, above all. Times are
-microseconds a step, medians over rounds. On a CPU, copies to the host are memory copies and events cost nothing.
+The real service runs steps whose forward does nothing, as a replayed graph does nothing on the host: what is left is
+our code around it. Every row is in the pool, or, for `inline`, half of them and all in the host arena. *before* is the
+time until the forward begins, which on an idle device adds to the step in full; *after* the time from its end until the
+step returns, which a device that is still busy hides; *beside* the processor time of the process's other threads, which
+share the interpreter: booking, above all. Microseconds a step, medians over rounds. On a CPU, copies to the host are
+copies of memory and events cost nothing. Two steps are --gap-us apart, so that caches are neither warm nor cold.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

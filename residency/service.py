@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -28,7 +27,7 @@ from ziggurat.residency.errors import ResidencyError
 from ziggurat.residency.fetch import Entry, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.geometry_check import check_geometry
-from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
+from ziggurat.residency.heat import HeatMap, HeatNote, heat_file, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
 from ziggurat.residency.inline.cache import InlineCache
 from ziggurat.residency.inline.choice import MappedArena, choose
@@ -52,7 +51,7 @@ from ziggurat.residency.policies.registry import host_half_life, make_host_polic
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import StepError
-from ziggurat.residency.slots import SlotPool, SlotTable
+from ziggurat.residency.slots import SlotPool, SlotTable, slot_order
 from ziggurat.residency.step import MissSettings, StepRunner
 from ziggurat.residency.step_clock import StepClock
 from ziggurat.residency.streaming.layers import StreamedLayers
@@ -140,7 +139,7 @@ class ExpertService:
         self._arena = arena
         self._ring = ring
         self._readers = readers
-        self._heat_key, self._heat_path = _heat_file(pack, heat_folder)
+        self._heat_key, self._heat_path = heat_file(pack.header, heat_folder)
         self._state: PassState | None = None
         self._in_step = False
         self._closed = False
@@ -152,7 +151,7 @@ class ExpertService:
         table = SlotTable(geometry.layers, geometry.experts, pool.slots, codec.name)
         eviction = config.policy.eviction
         known = PolicySettings(layers=geometry.layers, experts=geometry.experts)
-        self.slots = SlotPool(pool, table, make_policy(eviction, known), _order(pool.slots, slot_seed))
+        self.slots = SlotPool(pool, table, make_policy(eviction, known), slot_order(pool.slots, slot_seed))
         self.choice = choose(
             config.miss.mode,
             mapped,
@@ -339,7 +338,7 @@ class ExpertService:
             raise StepError("a pool cannot change its size within a step")
         self._close_late_epoch()
         self.collect()
-        self.slots.restart(slots, _order(self.slots.pool.slots, slot_seed))
+        self.slots.restart(slots, slot_order(self.slots.pool.slots, slot_seed))
         if self._inline is not None:
             self._inline.hand_over()
         self._runner.forget()
@@ -496,14 +495,6 @@ class ExpertService:
             logger.warning("the device did not finish its work: %s", error)
 
 
-def _order(slots: int, seed: int | None) -> list[int]:
-    """In which order slots are handed out."""
-    order = list(range(slots))
-    if seed is not None:
-        random.Random(seed).shuffle(order)
-    return order
-
-
 def _host_policy(config: TiersConfig, geometry: ServiceGeometry) -> EvictionPolicy:
     """The arena's policy, as the configuration says."""
     half_life = host_half_life(geometry.experts, geometry.top_k)
@@ -513,9 +504,3 @@ def _host_policy(config: TiersConfig, geometry: ServiceGeometry) -> EvictionPoli
         PolicySettings(half_life, geometry.layers, geometry.experts),
         floor=None if percent is None else percent / 100,
     )
-
-
-def _heat_file(pack: RowPack, folder: Path | None) -> tuple[HeatKey, Path | None]:
-    h = pack.header
-    key = HeatKey(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
-    return key, None if folder is None else folder / key.filename(h.tp_rank, h.tp_size)

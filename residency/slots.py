@@ -5,6 +5,7 @@ Everything is an instance with a codec. A second pool of another precision is a 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -21,6 +22,14 @@ ABSENT = -1
 _FREE = -1
 _TAKEN = -2  # out of the free list, bytes on the way, not published
 IntArray32 = npt.NDArray[np.int32]
+
+
+def slot_order(slots: int, seed: int | None) -> list[int]:
+    """In which order slots are handed out: ascending, or shuffled by a seed."""
+    order = list(range(slots))
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    return order
 
 
 class SlotTable:
