@@ -457,6 +457,13 @@ def test_studies_of_recorded_routing(tmp_path: Path) -> None:
     assert f"| 1 token, 25%, MoE input, 4 guesses | 76% | 1.70 | 68% | 0.66 | {times}" in rendered
 
 
+def test_what_a_step_costs_the_host(tmp_path: Path) -> None:
+    run = {"model": "demo", "setup": "resident", "tokens": 32, "before": 4.25, "after": 3.1, "beside": 1.5}
+    (tmp_path / "host_cost.json").write_text(json.dumps({"runs": [run], **ORIGIN}))
+    text = render("<!-- results:begin host_cost -->\n<!-- results:end host_cost -->\n", tmp_path)
+    assert "| demo, resident, 32 tokens | 4.2 us | 3.1 us | 1.5 us |" in text
+
+
 def test_what_no_gpu_was_measured_at_says_so(tmp_path: Path) -> None:
     assert "Not measured yet." in tables.render(marked("h200/serve"), tmp_path)
     with pytest.raises(tables.TableError, match="no table for 'h200/unknown'"):
