@@ -48,8 +48,8 @@ class Setup:
 
 
 SETUPS = (
-    Setup("resident", 1.0, "auto"),
-    Setup("inline, all in the pool", 1.0, "inline"),
+    Setup("all resident", 1.0, "auto"),
+    Setup("all resident, admitting", 1.0, "inline"),
     Setup("inline", 0.5, "inline"),
 )
 
