@@ -260,11 +260,8 @@ class ExpertService:
         """
         if self._closed or self._in_step:
             raise StepError("the service is closed" if self._closed else "a step is already running")
-        if tokens.count < 0:
-            raise StepError(f"a step has at least 0 live tokens, not {tokens.count}")
-        if tokens.prefill is not None and tokens.prefill.shape != (tokens.count,):
-            raise StepError(f"prefill must have one flag for each of the {tokens.count} live tokens")
-        self._raise_late_error()
+        tokens.check()
+        self._late_books.raise_error()
         self._close_late_epoch()
         if self._runner.sure(tokens):
             self._in_step = True
@@ -463,11 +460,6 @@ class ExpertService:
         if self._heat_late >= self._config.heat.save_every_steps:
             self._save_heat()
         return self._layers.late is not None and self._layers.late.waiting
-
-    def _raise_late_error(self) -> None:
-        error = self._late_books.take_error()
-        if error is not None:
-            raise error
 
     def _close_epoch(self, epoch: int) -> None:
         """End a step's hold on the arena; with copies under way that is put off, so that nobody waits for them."""
