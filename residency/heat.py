@@ -35,16 +35,19 @@ class HeatKey:
     hidden: int
     intermediate: int
 
+    @classmethod
+    def of(cls, header: PackHeader) -> HeatKey:
+        """Of the rows of a pack."""
+        h = header
+        return cls(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
+
+    def filename_of(self, header: PackHeader) -> str:
+        """The file of a pack's rank."""
+        return self.filename(header.tp_rank, header.tp_size)
+
     def filename(self, tp_rank: int, tp_size: int) -> str:
         """One file per rank, so that ranks never write over each other."""
         return f"{self.codec}.{self.identity[:20]}.tp{tp_rank}of{tp_size}.heat.safetensors"
-
-
-def heat_file(header: PackHeader, folder: Path | None) -> tuple[HeatKey, Path | None]:
-    """What the heat of a pack's rows is about, and where it is kept in a folder, None for no folder."""
-    h = header
-    key = HeatKey(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
-    return key, None if folder is None else folder / key.filename(h.tp_rank, h.tp_size)
 
 
 class HeatMap:

@@ -27,10 +27,12 @@ from ziggurat.residency.errors import ResidencyError
 from ziggurat.residency.fetch import Entry, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.geometry_check import check_geometry
-from ziggurat.residency.heat import HeatMap, HeatNote, heat_file, load_heat, save_heat
+from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
+from ziggurat.residency.host_policy import host_policy
+from ziggurat.residency.inline.ahead import LookingAhead
 from ziggurat.residency.inline.cache import InlineCache
-from ziggurat.residency.inline.choice import MappedArena, choose
+from ziggurat.residency.inline.choice import MappedArena, check_lookahead, choose
 from ziggurat.residency.inline.churn import ArenaChurn
 from ziggurat.residency.inline.layers import InlineLayers
 from ziggurat.residency.inline.parts import Hooks, Inline
@@ -46,8 +48,8 @@ from ziggurat.residency.passes import (
     StepState,
     StepTokens,
 )
-from ziggurat.residency.policies.base import EvictionPolicy, PolicySettings
-from ziggurat.residency.policies.registry import host_half_life, make_host_policy, make_policy
+from ziggurat.residency.policies.base import PolicySettings
+from ziggurat.residency.policies.registry import make_policy
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import StepError
@@ -139,7 +141,10 @@ class ExpertService:
         self._arena = arena
         self._ring = ring
         self._readers = readers
-        self._heat_key, self._heat_path = heat_file(pack.header, heat_folder)
+        self._heat_key = HeatKey.of(pack.header)
+        self._heat_path = (
+            None if heat_folder is None else heat_folder / self._heat_key.filename_of(pack.header)
+        )
         self._state: PassState | None = None
         self._in_step = False
         self._closed = False
@@ -160,9 +165,10 @@ class ExpertService:
             whole_pool=pool.slots >= geometry.rows,
             consensus=consensus,
         )
+        check_lookahead(config.miss.lookahead, self.choice, whole_pool=pool.slots >= geometry.rows)
         kind = InlineCache if self.choice.serving == "inline" else HostCache
         self.cache = kind(
-            pack, arena, _host_policy(config, geometry), experts=geometry.experts, staging=readers
+            pack, arena, host_policy(config.policy, geometry), experts=geometry.experts, staging=readers
         )
         self._fetcher = Fetcher(self.slots, self.cache)
         direct = open_direct(
@@ -198,6 +204,7 @@ class ExpertService:
                 readers,
                 Hooks(self._arm, self.collect, lambda report: self._account.filled(report)),
                 direct,
+                config.miss.lookahead > 0,
             )
             self._layers, self._runner = self._inline.layers, self._inline.runner
         else:
@@ -214,6 +221,7 @@ class ExpertService:
             self._runner = StepRunner(
                 geometry, self.slots, self._fetcher, consensus, settings, self._layers, self._arm
             )
+        self.lookahead = LookingAhead(self._layers)  # whose guesses are fetched (`miss.lookahead`)
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
         self._account.serving(self.choice.serving)
         self._account.direct(len(self._direct_keys))
@@ -485,14 +493,3 @@ class ExpertService:
                 self._inline.layers.recover()  # which waits for what may still read the arena
         except (RuntimeError, AllocatorError, ResidencyError) as error:
             logger.warning("the device did not finish its work: %s", error)
-
-
-def _host_policy(config: TiersConfig, geometry: ServiceGeometry) -> EvictionPolicy:
-    """The arena's policy, as the configuration says."""
-    half_life = host_half_life(geometry.experts, geometry.top_k)
-    percent = config.policy.host_floor
-    return make_host_policy(
-        config.policy.host,
-        PolicySettings(half_life, geometry.layers, geometry.experts),
-        floor=None if percent is None else percent / 100,
-    )

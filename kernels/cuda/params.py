@@ -6,6 +6,7 @@ import ctypes
 from enum import IntEnum
 
 from ziggurat.kernels.cuda.admission import AdmissionParams
+from ziggurat.kernels.cuda.lookahead import AheadParams
 
 
 class Mode(IntEnum):
@@ -55,4 +56,5 @@ class LayerParams(ctypes.Structure):
         ("direct", ctypes.c_int32),
         ("limit", ctypes.c_float),
         ("admission", AdmissionParams),
+        ("ahead", AheadParams),
     ]

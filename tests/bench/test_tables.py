@@ -392,6 +392,7 @@ def test_gpu_tables(tmp_path: Path) -> None:
         "gate": GATE,
         "profile": PROFILE,
         "inline": INLINE,
+        "inline_ahead": {**INLINE, "lookahead": 6},
         "inline_gather": INLINE_GATHER,
         "churn": CHURN,
         "host_cost": HOST_COST,
