@@ -151,8 +151,8 @@ class Ring:
         The lock of the interpreter is free meanwhile. Raises OSError if the ring is broken.
         """
         self._sq_tail.value = self._tail  # the system call is the barrier
-        # What is left is asked of the kernel each time: a count of our own would be wrong once a signal's exception came
-        # between the call and its booking, and then never reach zero.
+        # What is left is asked of the kernel each time: a count of our own would be wrong once a signal's exception
+        # came between the call and its booking, and then never reach zero.
         while (pushed := (self._tail - self._sq_head.value) & 0xFFFFFFFF) or wait:
             flags = _ENTER_GETEVENTS if wait else 0
             numbers = (ctypes.c_uint(pushed), ctypes.c_uint(wait), ctypes.c_uint(flags))
