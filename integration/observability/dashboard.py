@@ -255,6 +255,45 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "Disk",
+        (
+            Panel(
+                "Bytes read from the pack",
+                "timeseries",
+                "Bps",
+                ((f"sum({_rate('ziggurat_pack_read_bytes_total')})", "read"),),
+            ),
+            Panel(
+                "Reads that failed in an hour",
+                "timeseries",
+                "short",
+                (
+                    (
+                        f"sum by (reason) (increase({_of('ziggurat_failed_reads_total')}[1h]))",
+                        "{{reason}}",
+                    ),
+                ),
+                description="Also those whose row was then read again or made anew, so that no request failed.",
+                stacked=True,
+            ),
+            Panel(
+                "Damaged rows in an hour",
+                "timeseries",
+                "short",
+                (
+                    (_increase("ziggurat_reread_rows_total"), "read again"),
+                    (_increase("ziggurat_quarantined_rows_total"), "quarantined"),
+                    (
+                        f"sum by (written_back) (increase({_of('ziggurat_rebuilt_rows_total')}[1h]))",
+                        "made anew, written back: {{written_back}}",
+                    ),
+                    (_increase("ziggurat_io_errors_total"), "lost"),
+                ),
+                description="A row that is lost fails the requests that need it.",
+            ),
+        ),
+    ),
+    (
         "Heat",
         (
             Panel(
