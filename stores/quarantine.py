@@ -39,6 +39,7 @@ class Quarantine:
         self._file = file
         self._rebuild = rebuild
         self._tags: set[int] = set()
+        self._said: dict[int, set[str]] = {}  # what the log knows of a row that has not been good since
         self._lock = Lock()
         self.mismatches = 0
         self.entered = 0
@@ -64,17 +65,16 @@ class Quarantine:
         """A read of this row brought wrong bytes."""
         with self._lock:
             self.mismatches += 1
-            new = tag not in self._tags
+            self.entered += tag not in self._tags
             self._tags.add(tag)
-            self.entered += new
-        if new:
-            _log.warning("%s: %s is damaged; it is read again from the disk", self._path, self._name(tag))
+        self._say(tag, "is damaged; it is read again from the disk")
 
     def good(self, tag: int) -> None:
         """The row was read well."""
-        if self._tags:
+        if self._tags or self._said:
             with self._lock:
                 self._tags.discard(tag)
+                self._said.pop(tag, None)
 
     def restore(self, tag: int, buffer: memoryview, checksum: int, found: int | None) -> int:
         """Make the row anew in `buffer` (`stride` bytes), and put the file right if it can be written; its checksum.
@@ -92,7 +92,7 @@ class Quarantine:
             raise RebuildError(
                 f"made anew from the checkpoint it has the checksum {digest:016x}, which is neither"
             )
-        _log.warning("%s: %s was made anew from the checkpoint", self._path, self._name(tag))
+        self._say(tag, "was made anew from the checkpoint")
         if digest == checksum:
             mended = self._write(tag, buffer, self._data_start + tag * self._header.stride)
         else:
@@ -118,10 +118,16 @@ class Quarantine:
             finally:
                 os.close(fd)
         except OSError as e:
-            _log.warning("%s: %s cannot be written back: %s", self._path, self._name(tag), e.strerror)
+            self._say(tag, f"cannot be written back: {e.strerror}")
             return False
         return True
 
-    def _name(self, tag: int) -> str:
+    def _say(self, tag: int, what: str) -> None:
+        """A line in the log, once until the row was good: a disk that fails at every read would fill the log."""
+        with self._lock:
+            said = self._said.setdefault(tag, set())
+            if what in said:
+                return
+            said.add(what)
         layer, expert = divmod(tag, self._header.experts)
-        return f"layer {self._header.layer_ids[layer]} expert {expert}"
+        _log.warning("%s: layer %d expert %d %s", self._path, self._header.layer_ids[layer], expert, what)

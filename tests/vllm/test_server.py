@@ -202,6 +202,7 @@ def test_a_client_that_hangs_up_on_a_slow_disk(server: Server, faults: Path) -> 
     switch(faults, {"kind": "delay", "seconds": 0.02})
     try:
         connection = server.begin(SINGLE, tokens)
+        server.wait_until("vllm:num_requests_running", lambda running: running > 0)
         server.wait_until("ziggurat_fetching_rows", lambda rows: rows > 0)
         connection.close()
         server.wait_until("vllm:num_requests_running", lambda running: running == 0)
