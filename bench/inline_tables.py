@@ -62,7 +62,69 @@ def _decode(result: Mapping[str, Any], markdown: Markdown) -> str:
         "missed bytes over the link (for `admitting`: to the resident step, medians); of the limit: to the larger of "
         "the two."
     )
+    if hosts := [_host(case) for case in result["cases"] if "resident_host_us" in case and "forced" in case]:
+        notes += f" Before the launch the host takes, of all resident and admitting: {'; '.join(hosts)}."
     return f"{markdown(header, rows)}\n{notes}\n"
+
+
+def _host(case: Mapping[str, Any]) -> str:
+    before, forced = case["resident_host_us"]["before"], case["forced"]["host_us"]["before"]
+    return f"{case['label']} {before:.0f} and {forced:.0f} us"
+
+
+def ahead(result: Mapping[str, Any], markdown: Markdown) -> str:
+    """Decode steps with and without look-ahead, and what came of the guesses."""
+    rows = []
+    for case in result.get("cases", ()):
+        for one in case.get("runs", ()):
+            if not {"inline", "ahead"} <= one.keys():
+                continue
+            plain, run = one["inline"], one["ahead"]
+            gain = run["step_ms"]["mean"] / plain["step_ms"]["mean"] - 1
+            limits = [str(each.get("limit_ratio", "")) for each in (plain, run)]
+            guesses = run.get("ahead")
+            rows.append(
+                [
+                    f"{case['label']}: {one['coverage']:.0%}",
+                    f"{case['recall']:.0%}" if "recall" in case else "",
+                    f"{plain['step_ms']['mean']:.2f} ms",
+                    f"{run['step_ms']['mean']:.2f} ms ({gain:+.0%})",
+                    *limits,
+                    f"{run['missed_rows_per_step']:.1f}",
+                    *(_guesses(guesses) if guesses else [""] * 4),
+                    _bits(run),
+                ]
+            )
+    header = [
+        "routing: coverage",
+        "recall",
+        "inline",
+        "with look-ahead",
+        "of the limit, inline",
+        "with",
+        "missed rows",
+        "guessed rows",
+        "of the missing",
+        "used",
+        "wasted",
+        "bits",
+    ]
+    note = (
+        f"{result['layers']} layers of {result['experts']} experts, top-{result['top_k']}, `{result['codec']}` rows of "
+        f"{result['row_bytes'] / 2**20:.2f} MiB, {result['dense_mb_per_layer']:.0f} MB of other weights a layer, "
+        f"{result['lookahead']} guesses a token. Link: {result['link_gb_per_s']} GB/s. Mean times of a step; limit: "
+        "the larger of the resident step and the missed bytes over the link."
+    )
+    return f"{markdown(header, rows)}\n{note}\n\n{origin(result)}\n"
+
+
+def _guesses(found: Mapping[str, float]) -> list[str]:
+    return [
+        f"{found['guessed_rows_per_step']:.1f}",
+        f"{found['recall_missing']:.0%}",
+        f"{found['used_mib_per_step']:.1f} MiB",
+        f"{found['wasted_mib_per_step']:.1f} MiB",
+    ]
 
 
 def _run(label: str, one: Mapping[str, Any], mode: str) -> list[str]:
@@ -84,6 +146,19 @@ def _run(label: str, one: Mapping[str, Any], mode: str) -> list[str]:
 
 def _bits(run: Mapping[str, Any]) -> str:
     return "same" if run["same_bits"] else "DIFFERENT"
+
+
+def host_cost(result: Mapping[str, Any], markdown: Markdown, source: str) -> str:
+    """A service a row, microseconds of the host. source: what is said of the measurement."""
+    rows = [
+        [
+            f"{run['model']}, {run['setup']}, {run['tokens']} token{'s' if run['tokens'] > 1 else ''}",
+            *(f"{run[part]:.1f} us" for part in ("before", "after", "beside")),
+        ]
+        for run in result["runs"]
+    ]
+    header = ["a step of", "until the forward begins", "after its end", "other threads"]
+    return f"{markdown(header, rows)}\n{source}\n"
 
 
 def _prompt(prompt: Mapping[str, Any], markdown: Markdown) -> str:

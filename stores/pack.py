@@ -42,7 +42,7 @@ VerifyMode = Literal["always", "first-read", "never"]
 BUILDING_SUFFIX = ".building"
 _DAMAGED = (
     "checksum {} in two reads; `ziggurat verify` lists all bad rows, and with --rebuild it makes them anew from the "
-    "checkpoint"
+    "checkpoint (or delete the file, then `ziggurat pack`, or `ziggurat import` if that brought it)"
 )
 
 

@@ -8,8 +8,9 @@ are compared bit by bit with those of the run with every expert resident. The li
 copies from page-locked memory. Routing: `mapped` is the recorded routing of a small model mapped onto the shape
 (bench/harness/mapping.py), `adjustable` sends a share --hit of the choices to a few hot experts of each layer. With
 --lookahead N, N guesses a token of the next layer's experts are fetched beside each layer (mode `ahead`): recorded with
-the routing, or drawn with a given --recall. Written to `inline.json` in the result folder after each pool, so that a
-run that is cut short leaves what it has; churn, which has a shape of its own, to `churn.json`.
+the routing, or drawn with a given --recall. Written to `inline.json`, with look-ahead to `inline_ahead.json`, in the
+result folder after each pool, so that a run that is cut short leaves what it has; churn, which has a shape of its own,
+to `churn.json`.
 """
 
 from __future__ import annotations
@@ -153,12 +154,13 @@ class Session:
         full, options = mode == "auto", self._options
         if self._prompt_stack is not None and (full or (mode, coverage) == (decode.INLINE, _PROMPT_COVERAGE)):
             self._prompt(service, full)
-        wanted = full or (mode, coverage) == (decode.INLINE, _TIMELINE_COVERAGE)
+        wanted = full or mode == decode.FORCED or (mode, coverage) == (decode.INLINE, _TIMELINE_COVERAGE)
         if "timeline" in options.parts and wanted and self._device.type == "cuda":
             first = self._cases[0]
             found = timeline.profiled(service, first.stack, first.routing, first.warm)
             said = timeline.summary(found, self.result["row_bytes"])
-            name = "resident" if full else f"inline at {coverage:.0%}"
+            names = {"auto": "resident", decode.FORCED: "resident, admitting"}
+            name = names.get(mode, f"inline at {coverage:.0%}")
             self.result.setdefault("timeline", {})[name] = {"routing": first.label, **said}
             print(
                 f"timeline, {name}: {said['span_us']} us, gathers alone {said['gather_alone_us']} us",
@@ -198,7 +200,8 @@ class Session:
         stride = self.result.get("row_bytes", 0)
         self.result["cases"] = [decode.report(case, stride, self._shape.rows, link) for case in self._cases]
         self.result["seconds"] = round(time.monotonic() - self._began, 1)
-        write_json(self._folder / "inline.json", self.result)
+        name = "inline_ahead.json" if self._options.lookahead else "inline.json"
+        write_json(self._folder / name, self.result)
 
     def good(self) -> bool:
         """Whether every comparison of bits came out right."""

@@ -10,12 +10,14 @@ graph and replayed for every step. The dense part stands for attention: a matrix
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 
 import torch
 from torch.nn.functional import rms_norm
 
 from bench.harness.routing import IdArray, Routing
+from ziggurat.kernels.lookahead import Guess
 from ziggurat.residency.passes import PassPath
 
 Moe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -87,10 +89,11 @@ class Stack:
         self.weights.copy_(self._weights[step])
         self.x.copy_(self._inputs[step])
 
-    def guess(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """What layer number `layer` is guessed to be routed to in this step, int32 [T, N]; not by looking at x."""
+    def guess(self, layer: int) -> Guess:
+        """What layer number `layer` is guessed to be routed to in this step, int32 [T, N], whatever goes in."""
         assert self.guesses is not None
-        return self.guesses[layer]
+        here = self.guesses[layer]
+        return lambda x: here
 
     def forward(self, moe: Moe) -> torch.Tensor:
         """The output of the last layer [T, H], in a tensor that the next forward overwrites."""
@@ -116,6 +119,7 @@ class Forward:
         self._stack = stack
         self._moe = moe
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.called = 0.0  # when it was called last, by time.perf_counter
 
     def capture(self) -> None:
         """Capture the stack. The service must be outside a step and its background work paused."""
@@ -132,6 +136,7 @@ class Forward:
         self.graph = graph
 
     def __call__(self, path: PassPath) -> torch.Tensor:
+        self.called = time.perf_counter()
         if path is PassPath.GRAPH and self.graph is not None:
             self.graph.replay()
             return self._stack.out

@@ -1,4 +1,4 @@
-"""`ziggurat pack`, `verify` and `dump`."""
+"""`ziggurat pack` and `dump`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,18 @@ from rich.console import Console
 from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.cli.options import ConfigOption, ModelArgument, TensorParallelOption, read_inputs
 from ziggurat.integration.cli.progress import RowProgress
-from ziggurat.integration.packing import ensure_packs, rows_from
+from ziggurat.integration.packing import encoder_for, ensure_packs, require_packs
 from ziggurat.integration.preflight import plan_for
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.stores.builder import peak_bytes
 from ziggurat.stores.checkpoint import Checkpoint
-from ziggurat.stores.errors import StoreError
-from ziggurat.stores.identity import checkpoint_identity
 from ziggurat.stores.pack import Pack
-from ziggurat.stores.rebuild import CheckpointRows
-from ziggurat.stores.verify import VerifyReport, verify_pack
 
 
 def register(app: typer.Typer) -> None:
     """Mount the commands."""
     app.command("pack")(pack)
-    app.command("verify")(verify)
     app.command("dump")(dump)
 
 
@@ -37,76 +32,18 @@ def pack(model: ModelArgument = None, config: ConfigOption = None, tp: TensorPar
     out = Console(highlight=False, soft_wrap=True)
     folder, tiers = read_inputs(model, config)
     with Checkpoint.open(folder) as checkpoint:
+        if not checkpoint.has_experts:
+            require_packs(checkpoint, tiers, tp)
         short = [check for check in plan_for(checkpoint, tiers, tp).short if check.key == "tiers.disk.path"]
         if short:
             raise CliError(short[0].line())
-        from ziggurat.integration.packing import encoder_for
-
-        bound = peak_bytes(checkpoint, encoder_for(checkpoint, tiers.codecs.base), tp)
-        out.print(f"host memory for packing: at most {bound / 2**20:.0f} MiB")
+        if checkpoint.has_experts:
+            bound = peak_bytes(checkpoint, encoder_for(checkpoint, tiers.codecs.base), tp)
+            out.print(f"host memory for packing: at most {bound / 2**20:.0f} MiB")
         with RowProgress(f"packing {tiers.codecs.base}") as progress:
             paths = ensure_packs(checkpoint, tiers, tp, progress, wait=False)
     for path in paths:
         out.print(f"{path} ({path.stat().st_size / 2**20:.1f} MiB)")
-
-
-def verify(
-    pack_files: Annotated[list[Path], typer.Argument(metavar="PACK...", help="Pack files.")],
-    rebuild: Annotated[
-        Path | None,
-        typer.Option(
-            "--rebuild",
-            metavar="MODEL",
-            help="Make bad rows anew from this checkpoint, which the packs are of, and write them back.",
-        ),
-    ] = None,
-) -> None:
-    """Check every row of each PACK against its checksum; status 1 and the bad rows' names if one differs."""
-    out = Console(highlight=False, soft_wrap=True)
-    problems: dict[Path, str] = {}
-    for file in pack_files:
-        try:
-            rows = None if rebuild is None else _rows_for(file, rebuild)
-            with RowProgress(f"verifying {file.name}") as progress:
-                report = verify_pack(file, progress, rebuild=rows)
-        except StoreError as error:  # the other files are worth a look all the same
-            problems[file] = str(error)
-            continue
-        for layer_id, expert in report.mended:
-            out.print(f"mended row: layer {layer_id} expert {expert}", markup=False)
-        for layer_id, expert, reason in report.bad:
-            out.print(f"bad row: layer {layer_id} expert {expert}: {reason}", markup=False)
-        if report.bad:
-            problems[file] = _verdict(report, rebuild)
-        else:
-            out.print(f"{file}: all {report.rows} rows are good")
-    if len(pack_files) > 1:
-        for problem in problems.values():
-            out.print(problem, markup=False)
-    if problems:
-        first, *others = problems.values()
-        raise CliError(f"{first} ({len(others)} more packs are bad)" if others else first)
-
-
-def _rows_for(file: Path, model: Path) -> CheckpointRows:
-    """What makes the rows of one pack anew. CliError if the pack is not of that checkpoint."""
-    opened = Pack.open(file, allow_absent=True)
-    opened.close()
-    header = opened.header
-    identity = checkpoint_identity(model)
-    if identity != header.identity:
-        raise CliError(
-            f"{file} is of another checkpoint than {model}: its identity is {header.identity[:20]}, the model's "
-            f"{identity[:20]}; give --rebuild the folder that the pack was made from"
-        )
-    return rows_from(model, header)
-
-
-def _verdict(report: VerifyReport, rebuild: Path | None) -> str:
-    advice = "see above why they could not be mended"
-    if rebuild is None:
-        advice = "`--rebuild MODEL` makes them anew, or delete it and run `ziggurat pack` again"
-    return f"{report.path}: {len(report.bad)} of {report.rows} rows are bad; {advice}"
 
 
 def dump(

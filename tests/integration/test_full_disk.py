@@ -90,7 +90,7 @@ def test_a_disk_that_fills_up_while_the_packs_are_built(
     status, line = serve()
     assert status == 1
     assert "not enough disk space" in line
-    assert "choose another pack folder (tiers.disk.path)" in line
+    assert "choose another folder (tiers.disk.path" in line
     left = {str(file.relative_to(disk)) for file in disk.rglob("*") if file.is_file()}
     assert {name for name in left if not name.endswith(".lock")} == {"filler"}
     free_disk(disk)
