@@ -17,18 +17,38 @@ SCALE_SUFFIX = "_scale_inv"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def write_experts(folder: Path, source: str, layers: int, experts: int, seed: int = 0) -> int:
+def write_experts(
+    folder: Path,
+    source: str,
+    layers: int,
+    experts: int,
+    seed: int = 0,
+    *,
+    hidden: int = HIDDEN,
+    intermediate: int = INTERMEDIATE,
+    distinct: int | None = None,
+) -> int:
     """A checkpoint that holds experts only; returns their bytes, scales included.
 
     source: "bf16", or "fp8_block" (e4m3 and one float32 scale per 128 x 128 block). Experts have the size of
-    Qwen3-30B-A3B's: hidden 2048, intermediate 768. A file a layer.
+    Qwen3-30B-A3B's unless told: hidden 2048, intermediate 768. A file a layer. distinct: so many experts differ, the
+    others repeat them (random numbers take longer than everything else).
     """
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
+    made = [list(_expert(source, hidden, intermediate, generator)) for _ in range(distinct or 0)]
     weight_map = {}
     total = 0
     for layer in range(layers):
-        tensors = dict(_layer(layer, experts, source, generator))
+        tensors = {}
+        for expert in range(experts):
+            new = (
+                made[(layer * experts + expert) % len(made)]
+                if made
+                else _expert(source, hidden, intermediate, generator)
+            )
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}."
+            tensors.update({prefix + name: tensor.clone() if made else tensor for name, tensor in new})
         file = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
@@ -39,8 +59,8 @@ def write_experts(folder: Path, source: str, layers: int, experts: int, seed: in
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "dtype": "bfloat16",
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": INTERMEDIATE,
+        "hidden_size": hidden,
+        "moe_intermediate_size": intermediate,
         "num_hidden_layers": layers,
         "num_experts": experts,
         "num_experts_per_tok": TOP_K,
@@ -51,25 +71,23 @@ def write_experts(folder: Path, source: str, layers: int, experts: int, seed: in
     return total
 
 
-def _layer(
-    layer: int, experts: int, source: str, generator: torch.Generator
+def _expert(
+    source: str, hidden: int, intermediate: int, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for expert in range(experts):
-        for name, rows, columns in (
-            ("gate_proj", INTERMEDIATE, HIDDEN),
-            ("up_proj", INTERMEDIATE, HIDDEN),
-            ("down_proj", HIDDEN, INTERMEDIATE),
-        ):
-            full = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
-            weight = torch.randn(rows, columns, generator=generator) * columns**-0.5
-            if source == "bf16":
-                yield full, weight.to(torch.bfloat16)
-                continue
-            blocks = weight.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-            scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-            codes = (blocks / scale[:, None, :, None]).view(rows, columns)
-            yield full, codes.to(torch.float8_e4m3fn)
-            yield full + SCALE_SUFFIX, scale
+    for name, rows, columns in (
+        ("gate_proj.weight", intermediate, hidden),
+        ("up_proj.weight", intermediate, hidden),
+        ("down_proj.weight", hidden, intermediate),
+    ):
+        weight = torch.randn(rows, columns, generator=generator) * columns**-0.5
+        if source == "bf16":
+            yield name, weight.to(torch.bfloat16)
+            continue
+        blocks = weight.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+        codes = (blocks / scale[:, None, :, None]).view(rows, columns)
+        yield name, codes.to(torch.float8_e4m3fn)
+        yield name + SCALE_SUFFIX, scale
 
 
 def write_bf16_copy(source: Path, folder: Path) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import glob
 import re
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ziggurat.kernels.codecs.encoder import RowEncoder
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.config import TiersConfig
-from ziggurat.stores.builder import build_pack, expected_header
+from ziggurat.residency.sizes import format_bytes
+from ziggurat.stores.builder import build_pack, default_lanes, expected_header, peak_bytes
 from ziggurat.stores.checkpoint import Checkpoint
-from ziggurat.stores.errors import PackIncompleteError, PackLockedError, PackMissingError
+from ziggurat.stores.errors import PackIncompleteError, PackLockedError, PackMissingError, StoreError
 from ziggurat.stores.pack import BUILDING_SUFFIX, Pack, VerifyMode
 from ziggurat.stores.packformat import PackHeader, pack_filename
 from ziggurat.stores.progress import NoProgress, ProgressSink
@@ -28,11 +32,79 @@ IMPORT_ADVICE = (
 )
 
 _LOCK_POLL_SECONDS = 0.5
+#: Source bytes from which on starting processes, two seconds or so, is soon made up for.
+_WORTH_PROCESSES = 1 << 30
+#: One chunk is read, one is on its way to the GPU or back, one is written, and one more evens that out.
+_GPU_LANES = 4
 
 
-def encoder_for(checkpoint: Checkpoint, codec_name: str) -> RowEncoder:
-    """The encoder of a checkpoint's experts with a named codec."""
-    return RowEncoder(get_codec(codec_name), ExpertGeometry(checkpoint.hidden, checkpoint.intermediate))
+class PackingDeviceError(StoreError):
+    """The device that should quantize is unknown or not there."""
+
+
+def encoder_for(checkpoint: Checkpoint, codec_name: str, device: str = "cpu") -> RowEncoder:
+    """The encoder of a checkpoint's experts with a named codec, on a device as `packing_device` names them."""
+    geometry = ExpertGeometry(checkpoint.hidden, checkpoint.intermediate)
+    return RowEncoder(get_codec(codec_name), geometry, device)
+
+
+def packing_device(wanted: str) -> str:
+    """The device that quantizes: `wanted` is "cpu", "cuda:N", or "auto", which is a GPU where PyTorch sees one.
+
+    Raises PackingDeviceError if it is none of these, or is not there.
+    """
+    if wanted == "cpu":
+        return wanted
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        return f"cuda:{current}" if count else "cpu"
+    number = re.fullmatch(r"cuda:(\d+)", wanted)
+    if number is None:
+        raise PackingDeviceError(f"device {wanted!r} is unknown; it can be auto, cpu or cuda:N")
+    if int(number[1]) >= count:
+        raise PackingDeviceError(f"there is no {wanted}: PyTorch sees {count} GPUs; use auto or cpu")
+    return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class PackingPlan:
+    """How packs are built.
+
+    encoder: on the device that was chosen. lanes: chunks under way. processes: whether each has a process of its own,
+    which pays where Python quantizes and there is much to do. peak_bytes: bound of the host memory that takes.
+    """
+
+    encoder: RowEncoder
+    lanes: int
+    processes: bool
+    peak_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "device": self.encoder.device,
+            "lanes": self.lanes,
+            "processes": self.processes,
+            "peak_bytes": self.peak_bytes,
+        }
+
+    def line(self) -> str:
+        """For people."""
+        many = f"{self.lanes} {'processes' if self.processes else 'threads'}"
+        return f"packing on {self.encoder.device}, {many}; host memory for it: at most {format_bytes(self.peak_bytes)}"
+
+
+def plan_packing(
+    checkpoint: Checkpoint, config: TiersConfig, tp_size: int, device: str = "auto"
+) -> PackingPlan:
+    """Raises PackingDeviceError, and CodecError for sizes that the codec cannot do."""
+    encoder = encoder_for(checkpoint, config.codecs.base, packing_device(device))
+    source = sum(checkpoint.layer_bytes(layer) for layer in range(len(checkpoint.layer_ids)))
+    processes = encoder.device == "cpu" and source >= _WORTH_PROCESSES
+    lanes = default_lanes() if encoder.device == "cpu" else _GPU_LANES
+    peak = peak_bytes(checkpoint, encoder, tp_size, lanes=lanes, processes=processes)
+    return PackingPlan(encoder, lanes, processes, peak)
 
 
 def wanted_headers(checkpoint: Checkpoint, config: TiersConfig, tp_size: int) -> list[PackHeader]:
@@ -123,24 +195,33 @@ def ensure_packs(
     progress: ProgressSink | None = None,
     *,
     wait: bool = True,
+    device: str = "auto",
 ) -> list[Path]:
     """Build the packs of all ranks unless they are there, and return their paths in rank order.
 
     wait: if another process builds them now, wait for it (ranks of one engine start together); otherwise
     PackLockedError. A pack that exists but does not fit is an error and is left as it is; so is one that is missing
-    where the checkpoint's folder holds no experts, see `require_packs`.
+    where the checkpoint's folder holds no experts, see `require_packs`. device: see `packing_device`; the bytes are the
+    same.
     """
-    encoder = encoder_for(checkpoint, config.codecs.base)
     while True:
         if not require_packs(checkpoint, config, tp_size):
             return pack_paths(checkpoint, config, tp_size)
-        ranks: Sequence[int] = range(tp_size)
+        how = plan_packing(checkpoint, config, tp_size, device)
         try:
-            return list(
-                build_pack(
-                    checkpoint, encoder, config.tiers.disk.path, tp_size, ranks, progress or NoProgress()
-                )
+            paths = build_pack(
+                checkpoint,
+                how.encoder,
+                config.tiers.disk.path,
+                tp_size,
+                range(tp_size),
+                progress or NoProgress(),
+                lanes=how.lanes,
+                processes=how.processes,
             )
+            if how.encoder.device != "cpu":
+                torch.cuda.empty_cache()  # what comes next wants the GPU's memory
+            return paths
         except PackLockedError:
             if not wait:
                 raise

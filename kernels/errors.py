@@ -18,6 +18,9 @@ class NonFiniteWeightError(CodecError):
         self.tensor = tensor
         self.detail = detail
 
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.tensor, self.detail)  # so that it can cross to another process
+
 
 class WeightRangeError(CodecError):
     """A finite checkpoint value becomes infinite in the codec's number range.
@@ -31,3 +34,6 @@ class WeightRangeError(CodecError):
         super().__init__(f"tensor {tensor}: {detail}")
         self.tensor = tensor
         self.detail = detail
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.tensor, self.detail)  # so that it can cross to another process

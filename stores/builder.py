@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ziggurat.stores.buildfile import BuildFile, building_path
 from ziggurat.stores.checkpoint import Checkpoint
+from ziggurat.stores.chunks import lane_bytes
 from ziggurat.stores.encoder import RowEncoder
 from ziggurat.stores.errors import DiskFullError
 from ziggurat.stores.filling import fill
@@ -16,12 +17,11 @@ from ziggurat.stores.locking import build_lock
 from ziggurat.stores.pack import Pack
 from ziggurat.stores.packformat import PackHeader, file_bytes, pack_filename, stride_of
 from ziggurat.stores.progress import NoProgress, ProgressSink
+from ziggurat.stores.workers import FIRST_PROCESS_BYTES, PROCESS_BYTES
 from ziggurat.stores.writing import free_bytes, make_folder, remove_folders
 
 LOCK_SUFFIX = ".lock"
-MAX_THREADS = 16
-# Working memory of one `encode`, per weight of one matrix. The codecs work in tiles and were measured to take 1 to 4.
-ENCODER_BYTES_PER_WEIGHT = 16
+MAX_LANES = 32
 
 
 def expected_header(
@@ -45,9 +45,9 @@ def expected_header(
     )
 
 
-def default_threads() -> int:
-    """Encoding threads: the processors this process may use, at most 16."""
-    return min(len(os.sched_getaffinity(0)), MAX_THREADS)
+def default_lanes() -> int:
+    """Chunks under way: one for each processor this process may use, two that wait for the disk; at most 32."""
+    return min(len(os.sched_getaffinity(0)) + 2, MAX_LANES)
 
 
 def peak_bytes(
@@ -55,19 +55,20 @@ def peak_bytes(
     encoder: RowEncoder,
     tp_size: int = 1,
     ranks: Sequence[int] | None = None,
-    threads: int | None = None,
+    lanes: int | None = None,
+    *,
+    processes: bool = False,
 ) -> int:
     """Upper bound of the host memory `build_pack` takes on top of the process, in bytes.
 
-    Two layers of the checkpoint (one mapped and being read, one being read ahead; these are page cache, which the
-    kernel can take back), and for each thread the rows of one expert and an encoder's working memory, taken as 16
-    bytes per weight of one matrix. Rows of at most two layers wait in the page cache to be written.
+    For each lane a chunk of the checkpoint, its rows, and an encoder's working memory (`lane_bytes`); with `processes`
+    also those processes' own. Files are read and written past the page cache where the filesystem allows it; what goes
+    through it, the kernel can take back.
     """
-    source = 2 * max(checkpoint.layer_bytes(layer) for layer in range(len(checkpoint.layer_ids)))
     count = tp_size if ranks is None else len(ranks)
-    rows = count * stride_of(encoder.row_bytes(tp_size))
-    working = ENCODER_BYTES_PER_WEIGHT * checkpoint.hidden * checkpoint.intermediate
-    return source + (default_threads() if threads is None else threads) * (rows + working)
+    lanes = default_lanes() if lanes is None else lanes
+    own = FIRST_PROCESS_BYTES + (lanes - 1) * PROCESS_BYTES if processes and lanes > 1 else 0
+    return own + lanes * lane_bytes(checkpoint, encoder, [stride_of(encoder.row_bytes(tp_size))] * count)
 
 
 def build_pack(
@@ -78,7 +79,8 @@ def build_pack(
     ranks: Sequence[int] | None = None,
     progress: ProgressSink | None = None,
     *,
-    threads: int | None = None,
+    lanes: int | None = None,
+    processes: bool = False,
     rebuild: bool = False,
 ) -> list[Path]:
     """Build the packs of `ranks` (default: all) in one pass over the checkpoint; returns their paths in that order.
@@ -86,8 +88,9 @@ def build_pack(
     A pack that is there already is kept; one that does not fit or is damaged is an error, unless `rebuild`, which
     replaces all. An unfinished build of an earlier run is continued. Same inputs, same bytes.
 
-    Host memory: see `peak_bytes`. The checkpoint is read one layer at a time; all ranks share the reading and the
-    quantization; `threads` experts are encoded at a time.
+    So many `lanes` each read, encode and write a chunk (some experts of a layer) at a time, in threads of this process,
+    or, with `processes`, all but one in processes of their own, for which the encoder must be one that can be pickled.
+    All ranks share the reading and the quantization. Host memory: see `peak_bytes`.
 
     After an error the folder is as it was: files this run created are gone, an unfinished build of an earlier run keeps
     its good rows. (An interrupt or a kill leaves the unfinished file, to be continued.)
@@ -107,7 +110,14 @@ def build_pack(
                     todo = _without_pack(folder, todo)  # another builder may just have finished
                 _check_space(folder, todo)
                 with _open_files(folder, todo, not rebuild) as files:
-                    fill(checkpoint, encoder, files, progress or NoProgress(), threads or default_threads())
+                    fill(
+                        checkpoint,
+                        encoder,
+                        files,
+                        progress or NoProgress(),
+                        lanes or default_lanes(),
+                        processes=processes,
+                    )
                     for file in files:
                         file.finish()
         except BaseException:

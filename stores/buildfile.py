@@ -26,6 +26,7 @@ from ziggurat.stores.packformat import (
     read_pack_header,
     row_digest,
 )
+from ziggurat.stores.rowfile import RowFile
 from ziggurat.stores.writing import sync_folder, writing
 
 
@@ -50,7 +51,7 @@ def is_resumable(path: Path, header: PackHeader) -> bool:
 class BuildFile:
     """One rank's unfinished pack. The caller holds the build lock.
 
-    created: this run made the file, so an error of this run removes it.
+    created: this run made the file, so an error of this run removes it. rows: where its rows are written.
     """
 
     def __init__(self, folder: Path, header: PackHeader, *, resume: bool = True) -> None:
@@ -63,9 +64,10 @@ class BuildFile:
         self._length = file_bytes(header)
         with writing(self.path, self._length):
             if self.created:
-                self._fd = self._create()
+                self.rows = self._create()
             else:
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+                self.rows = RowFile(self.path, header)
+            self._fd = self.rows.fd
             self._checksums = np.array(read_checksums(self._fd, header, len(self._head)))
         if not self.created:
             self._forget_damaged()
@@ -85,27 +87,21 @@ class BuildFile:
             if not _read_all(self._fd, row, offset) or row_digest(row) != int(self._checksums[layer, expert]):
                 self._checksums[layer, expert] = ABSENT
 
-    def write_row(self, layer: int, expert: int, row: memoryview) -> None:
-        """Write a row's `stride` bytes. Safe from several threads, for different rows."""
-        offset = len(self._head) + self.header.row_offset(layer, expert)
-        with writing(self.path, self._unwritten):
-            _write_all(self._fd, row, offset)
-
     def commit(self, layer: int, digests: Mapping[int, int]) -> None:
         """Declare rows of a layer good: syncs everything written so far, then writes their checksums."""
         for expert, digest in digests.items():
             self._checksums[layer, expert] = digest
         start = len(self._head) + self.header.rows_nbytes + layer * self.header.experts * CHECKSUM_BYTES
         table = self._checksums[layer].astype("<u8").tobytes()
-        with writing(self.path, self._unwritten):
+        with writing(self.path, self.rows.unwritten):
             os.fdatasync(self._fd)
-            _write_all(self._fd, memoryview(table), start)
+            self.rows.write(memoryview(table), start)
 
     def finish(self) -> Path:
         """Make the complete pack visible under its final name."""
         if (self._checksums == ABSENT).any():
             raise AssertionError(f"{self.path} still lacks rows")
-        with writing(self.path, self._unwritten):
+        with writing(self.path, self.rows.unwritten):
             os.fsync(self._fd)
             self.path.rename(self.final)
             sync_folder(self.final.parent)
@@ -113,23 +109,20 @@ class BuildFile:
 
     def close(self, *, discard: bool = False) -> None:
         """Let the file go; `discard` removes it if this run created it."""
-        os.close(self._fd)
+        self.rows.close()
         if discard and self.created:
             self.path.unlink(missing_ok=True)
 
-    def _unwritten(self) -> int:
-        return max(self._length - os.fstat(self._fd).st_blocks * 512, 0)
-
-    def _create(self) -> int:
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    def _create(self) -> RowFile:
+        file = RowFile(self.path, self.header, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
-            os.ftruncate(fd, self._length)
-            _write_all(fd, memoryview(self._head), 0)
+            os.ftruncate(file.fd, self._length)
+            file.write(memoryview(self._head), 0)
         except BaseException:
-            os.close(fd)
+            file.close()
             self.path.unlink(missing_ok=True)
             raise
-        return fd
+        return file
 
 
 def _read_all(fd: int, buffer: memoryview, offset: int) -> bool:
@@ -143,9 +136,3 @@ def _read_all(fd: int, buffer: memoryview, offset: int) -> bool:
             return False
         done += count
     return True
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)

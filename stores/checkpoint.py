@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
 from ziggurat.stores.errors import CheckpointError, ExpertsAbsentError
 from ziggurat.stores.headers import FileHeader
 from ziggurat.stores.identity import identity_of
-from ziggurat.stores.inventory import Inventory, Key, Part, take_inventory
+from ziggurat.stores.inventory import FUSED, KINDS, Inventory, Key, Part, take_inventory
 from ziggurat.stores.manifest import ExpertFacts
-from ziggurat.stores.mapping import TORCH_DTYPES, MappedFile, merge_ranges
+from ziggurat.stores.mapping import TORCH_DTYPES, MappedFile, tensor_over
 from ziggurat.stores.modelconfig import ModelConfig, read_model_config
 from ziggurat.stores.names import MATRICES, Matrix, parse_expert_name
 from ziggurat.stores.shards import ShardSet, read_shards
 from ziggurat.stores.stored import StoredExpert, StoredWeight, WeightFormat
 from ziggurat.stores.stripped import read_stripped, refuse_unfinished
 
-# A tensor, or an index of its first dimension.
-_Get = Callable[[Part, int | None], torch.Tensor]
+#: A tensor, or the one of that index where an expert is a part of a fused tensor.
+TensorSource = Callable[[Part, int | None], torch.Tensor]
+
+
+class FileRange(NamedTuple):
+    """Bytes begin..end of the checkpoint's file of that number."""
+
+    file: int
+    begin: int
+    end: int
 
 
 class Checkpoint:
@@ -65,6 +73,7 @@ class Checkpoint:
         self.shards = tuple(header.path for header in headers)
         self._main_layers = config.layers
         self._inventory = inventory
+        self._data_starts = [header.data_start for header in headers]
         self._files = [MappedFile(header) for header in headers]
 
     @classmethod
@@ -97,11 +106,13 @@ class Checkpoint:
         """Number of MoE layers."""
         return len(self.layer_ids)
 
-    def expert(self, layer_index: int, expert: int, *, copied: bool = False) -> StoredExpert:
+    def expert(
+        self, layer_index: int, expert: int, *, copied: bool = False, tensors: TensorSource | None = None
+    ) -> StoredExpert:
         """The three matrices of one expert, without reading them. Raises IndexError out of range.
 
         copied: read them now, into memory of their own, so that a file that fails or shrinks is an OSError here and not
-        the end of the process that uses them.
+        the end of the process that uses them. tensors: where else their tensors come from.
         """
         if not (0 <= layer_index < self.layers and 0 <= expert < self.experts):
             raise IndexError(
@@ -109,8 +120,37 @@ class Checkpoint:
             )
         layer = self.layer_ids[layer_index]
         make = self._from_fused if layer in self._experts().fused else self._from_single
-        get = self._copy if copied else self._view
+        get = tensors or (self._copy if copied else self._view)
         return StoredExpert(*(make(layer, expert, matrix, get) for matrix in MATRICES))
+
+    def ranges(self, layer_index: int, expert: int) -> list[FileRange]:
+        """Where the bytes of one expert lie."""
+        layer = self.layer_ids[layer_index]
+        parts = self._experts().parts
+        fused = layer in self._experts().fused
+        found = []
+        for matrix in FUSED if fused else MATRICES:
+            for kind in KINDS:
+                part = parts.get(Key(layer, None if fused else expert, matrix, kind))
+                if part is not None:
+                    found.append(self._range(part, expert if fused else None))
+        return found
+
+    def _range(self, part: Part, index: int | None) -> FileRange:
+        start = self._data_starts[part.shard] + part.info.begin
+        if index is None:
+            return FileRange(part.shard, start, start + part.info.nbytes)
+        each = part.info.nbytes // part.info.shape[0]
+        return FileRange(part.shard, start + index * each, start + (index + 1) * each)
+
+    def read_tensor(
+        self, part: Part, index: int | None, memory: Callable[[FileRange], memoryview]
+    ) -> torch.Tensor:
+        """A tensor, or the `index`-th of a fused one, over bytes that were read before. memory: where they are."""
+        dtype = TORCH_DTYPES[part.info.dtype]
+        shape = part.info.shape if index is None else part.info.shape[1:]
+        where = self._range(part, index)
+        return tensor_over(memory(where), dtype, shape)
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor is an expert's of the layers behind the main ones, which only predict further tokens."""
@@ -122,14 +162,6 @@ class Checkpoint:
     def layer_bytes(self, layer_index: int) -> int:
         """Bytes of one layer's expert tensors in the checkpoint."""
         return sum(part.info.nbytes for part in self._layer(layer_index))
-
-    def prefetch_layer(self, layer_index: int) -> None:
-        """Have the kernel start reading a layer."""
-        self._advise(layer_index, mmap.MADV_WILLNEED)
-
-    def release_layer(self, layer_index: int) -> None:
-        """Unmap a layer's pages, so that reading a whole checkpoint keeps only a few layers resident."""
-        self._advise(layer_index, mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """Let the files go once the last tensor made from them is gone."""
@@ -154,13 +186,6 @@ class Checkpoint:
     def _layer(self, layer_index: int) -> Iterator[Part]:
         return self._experts().of_layer(self.layer_ids[layer_index], self.experts)
 
-    def _advise(self, layer_index: int, advice: int) -> None:
-        ranges: dict[int, list[tuple[int, int]]] = {}
-        for part in self._layer(layer_index):
-            ranges.setdefault(part.shard, []).append((part.info.begin, part.info.end))
-        for shard, pieces in ranges.items():
-            self._file(shard).advise(merge_ranges(pieces), advice)
-
     def _file(self, shard: int) -> MappedFile:
         if not self._files:
             raise ValueError(f"checkpoint {self.path} is closed")
@@ -173,7 +198,7 @@ class Checkpoint:
     def _copy(self, part: Part, index: int | None) -> torch.Tensor:
         return self._file(part.shard).read(part.info, index)
 
-    def _from_single(self, layer: int, expert: int, matrix: Matrix, get: _Get) -> StoredWeight:
+    def _from_single(self, layer: int, expert: int, matrix: Matrix, get: TensorSource) -> StoredWeight:
         parts, form = self._experts().parts, self.format
         part = parts[Key(layer, expert, matrix, "weight")]
         scale, scale_2 = (parts.get(Key(layer, expert, matrix, kind)) for kind in ("scale", "scale_2"))
@@ -193,7 +218,7 @@ class Checkpoint:
             block=self.block,
         )
 
-    def _from_fused(self, layer: int, expert: int, matrix: Matrix, get: _Get) -> StoredWeight:
+    def _from_fused(self, layer: int, expert: int, matrix: Matrix, get: TensorSource) -> StoredWeight:
         inventory = self._experts()
         parts = inventory.parts
         key = Key(layer, None, "w2" if matrix == "w2" else "w13", "weight")

@@ -171,7 +171,7 @@ def _copy_layer(
                     raise end.error
                 # Not the source's checksum: of a row made anew that may be what is damaged.
                 digests[end.expert] = row_digest(places[end.expert])
-                file.write_row(layer, end.expert, places[end.expert])
+                file.rows.write_rows(layer, end.expert, places[end.expert])
                 sink.advance(1, header.stride)
     return digests
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -25,4 +25,15 @@ class RowEncoder(Protocol):
 
     def encode(self, expert: StoredExpert, tp_size: int, outs: Mapping[int, torch.Tensor]) -> None:
         """Fill `outs[rank]` (uint8 `[row_bytes(tp_size)]`) for each rank asked for."""
+        ...
+
+
+@runtime_checkable
+class BatchRowEncoder(RowEncoder, Protocol):
+    """An encoder that would rather have several experts at a time."""
+
+    def encode_many(
+        self, experts: Sequence[StoredExpert], tp_size: int, outs: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Fill `outs[rank]` (uint8 `[experts, row_bytes(tp_size)]`, each row contiguous) for each rank asked for."""
         ...

@@ -1,22 +1,24 @@
-"""Encoding the experts that unfinished packs lack, one layer at a time."""
+"""Encoding the experts that unfinished packs lack, layer by layer, several chunks at a time."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, closing
 from queue import SimpleQueue
 
 import torch
 
-from ziggurat.stores.buffers import aligned_buffer
 from ziggurat.stores.buildfile import BuildFile
 from ziggurat.stores.checkpoint import Checkpoint
+from ziggurat.stores.chunks import Chunk, Digests, Lane, chunks_of, experts_per_chunk
 from ziggurat.stores.encoder import RowEncoder
-from ziggurat.stores.packformat import row_digest
+from ziggurat.stores.loading import ExpertLoader
 from ziggurat.stores.progress import ProgressSink
+from ziggurat.stores.workers import WorkerProcesses
 
-_Digests = dict[int, int]  # place in the list of files -> digest
-_Targets = dict[int, list[int]]  # expert -> places of the files that lack it
+Build = Callable[[Chunk], Digests]
 
 
 def fill(
@@ -24,95 +26,86 @@ def fill(
     encoder: RowEncoder,
     files: Sequence[BuildFile],
     progress: ProgressSink,
-    threads: int,
+    lanes: int,
+    *,
+    processes: bool = False,
+    lane: type[Lane] = Lane,
 ) -> None:
     """Write every absent row of the files, which are the ranks of one tensor-parallel size.
 
-    While a layer is encoded the next one is read ahead and the one before it is synced. Raises the first error of
-    the encoder or of a write, after all threads have stopped.
+    So many lanes work on a chunk each: threads of this process, or one thread, which begins at once, and processes,
+    which take a second or two to start. Layers that are done are synced meanwhile. lane: what they do with a chunk.
+    Raises the first error of the encoder or of a write, after all have stopped.
     """
-    layers = [(layer, _absent(files, layer)) for layer in range(len(checkpoint.layer_ids))]
-    todo = [(layer, targets) for layer, targets in layers if targets]
-    rows = sum(len(places) for _, targets in todo for places in targets.values())
-    if not rows:
+    per_chunk = experts_per_chunk(checkpoint)
+    chunks = [
+        chunk
+        for layer in range(len(checkpoint.layer_ids))
+        for chunk in chunks_of(layer, [file.missing(layer) for file in files], per_chunk)
+    ]
+    if not chunks:
         return
-    stride = files[0].header.stride
-    encode = _row_encoder(checkpoint, encoder, files, threads)
+    rows = sum(chunk.rows for chunk in chunks)
+    progress.start(rows, rows * files[0].header.stride)
     torch_threads = torch.get_num_threads()
-    progress.start(rows, rows * stride)
     try:
-        with (
-            ThreadPoolExecutor(threads, "ziggurat-encode", torch.set_num_threads, (1,)) as encoders,
-            ThreadPoolExecutor(1, "ziggurat-commit") as committer,
-        ):
-            commit: Future[None] | None = None
-            checkpoint.prefetch_layer(todo[0][0])
-            for (layer, targets), following in zip(todo, [*todo[1:], None], strict=True):
-                if following is not None:
-                    checkpoint.prefetch_layer(following[0])
-                futures = {
-                    encoders.submit(encode, layer, expert, places): expert
-                    for expert, places in targets.items()
-                }
-                digests: list[_Digests] = [{} for _ in files]
-                try:
-                    for future in as_completed(futures):
-                        of_files = future.result()
-                        for place, digest in of_files.items():
-                            digests[place][futures[future]] = digest
-                        progress.advance(len(of_files), len(of_files) * stride)
-                    if commit is not None:
-                        commit.result()
-                except BaseException:
-                    encoders.shutdown(wait=True, cancel_futures=True)
-                    raise
-                commit = committer.submit(_commit, files, layer, digests)
-                checkpoint.release_layer(layer)
-            if commit is not None:
-                commit.result()
+        rows_of = [file.rows for file in files]
+        with ExitStack() as stack:
+            others: Sequence[Build] = ()
+            if processes and lanes > 1:
+                workers = WorkerProcesses(lanes - 1, checkpoint, encoder, rows_of, lane)
+                others = stack.enter_context(workers).builders
+            loader = stack.enter_context(closing(ExpertLoader(checkpoint)))
+            own = [lane(checkpoint, loader, encoder, rows_of).build for _ in range(lanes - len(others))]
+            _run(chunks, files, [*own, *others], progress)
     finally:
         torch.set_num_threads(torch_threads)
         progress.finish()
 
 
-def _absent(files: Sequence[BuildFile], layer: int) -> _Targets:
-    targets: _Targets = {}
-    for place, file in enumerate(files):
-        for expert in file.missing(layer):
-            targets.setdefault(expert, []).append(place)
-    return dict(sorted(targets.items()))
+def _run(
+    chunks: Sequence[Chunk], files: Sequence[BuildFile], builds: Sequence[Build], progress: ProgressSink
+) -> None:
+    """Have the chunks built, in order, and commit each layer when its last chunk is done."""
+    free: SimpleQueue[Build] = SimpleQueue()
+    for build in builds:
+        free.put(build)
+
+    def work(chunk: Chunk) -> tuple[Chunk, Digests]:
+        build = free.get()
+        try:
+            return chunk, build(chunk)
+        finally:
+            free.put(build)
+
+    stride = files[0].header.stride
+    left = Counter(chunk.layer for chunk in chunks)
+    digests: dict[int, Digests] = {layer: [{} for _ in files] for layer in left}
+    with ExitStack() as stack:
+        pool = stack.enter_context(
+            ThreadPoolExecutor(len(builds), "ziggurat-pack", torch.set_num_threads, (1,))
+        )
+        committer = stack.enter_context(ThreadPoolExecutor(1, "ziggurat-commit"))
+        commits: list[Future[None]] = []
+        try:
+            for future in as_completed([pool.submit(work, chunk) for chunk in chunks]):
+                chunk, found = future.result()
+                progress.advance(chunk.rows, chunk.rows * stride)
+                for mine, new in zip(digests[chunk.layer], found, strict=True):
+                    mine.update(new)
+                left[chunk.layer] -= 1
+                if not left[chunk.layer]:
+                    commits.append(committer.submit(_commit, files, chunk.layer, digests.pop(chunk.layer)))
+                while commits and commits[0].done():
+                    commits.pop(0).result()
+            for commit in commits:
+                commit.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
-def _commit(files: Sequence[BuildFile], layer: int, digests: Sequence[_Digests]) -> None:
+def _commit(files: Sequence[BuildFile], layer: int, digests: Digests) -> None:
     for file, of_file in zip(files, digests, strict=True):
         if of_file:
             file.commit(layer, of_file)
-
-
-def _row_encoder(
-    checkpoint: Checkpoint, encoder: RowEncoder, files: Sequence[BuildFile], threads: int
-) -> Callable[[int, int, list[int]], _Digests]:
-    """A function that encodes one expert and writes its rows; memory for `threads` of it at a time is made here."""
-    header = files[0].header
-    free: SimpleQueue[list[memoryview]] = SimpleQueue()
-    for _ in range(threads):
-        free.put([aligned_buffer(header.stride) for _ in files])
-
-    def encode(layer: int, expert: int, places: list[int]) -> _Digests:
-        buffers = free.get()
-        try:
-            outs = {}
-            for place in places:
-                row = torch.frombuffer(buffers[place], dtype=torch.uint8)
-                row.zero_()  # bytes an encoder leaves alone must not come from another expert
-                outs[files[place].header.tp_rank] = row[: header.row_bytes]
-            encoder.encode(checkpoint.expert(layer, expert), header.tp_size, outs)
-            digests = {}
-            for place in places:
-                files[place].write_row(layer, expert, buffers[place])
-                digests[place] = row_digest(buffers[place])
-            return digests
-        finally:
-            free.put(buffers)
-
-    return encode

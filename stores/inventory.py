@@ -18,6 +18,10 @@ from ziggurat.stores.problems import Problems
 from ziggurat.stores.shards import INDEX_FILE, ShardSet
 from ziggurat.stores.stored import WeightFormat
 
+KINDS: tuple[Kind, ...] = ("weight", "scale", "scale_2")
+#: The matrices of the fused layout, where gate stands over up.
+FUSED: tuple[Matrix, ...] = ("w13", "w2")
+
 
 class Key(NamedTuple):
     """Which tensor: `layer` is the model's own number; `expert` is None in the fused layout."""
@@ -49,11 +53,9 @@ class Inventory:
     def of_layer(self, layer: int, experts: int) -> Iterator[Part]:
         """The tensors of one layer."""
         fused = layer in self.fused
-        kinds: tuple[Kind, ...] = ("weight", "scale", "scale_2")
-        matrices: tuple[Matrix, ...] = ("w13", "w2") if fused else MATRICES
         for expert in (None,) if fused else range(experts):
-            for matrix in matrices:
-                for kind in kinds:
+            for matrix in FUSED if fused else MATRICES:
+                for kind in KINDS:
                     part = self.parts.get(Key(layer, expert, matrix, kind))
                     if part is not None:
                         yield part

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Iterable
 
 import torch
 
@@ -46,15 +45,9 @@ class MappedFile:
 
     def tensor(self, info: TensorInfo) -> torch.Tensor:
         """A tensor over the file's bytes; a copy only if the file stores it misaligned for its dtype."""
-        dtype = TORCH_DTYPES[info.dtype]
-        offset = self._data_start + info.begin
-        if info.nbytes == 0:
-            return torch.empty(info.shape, dtype=dtype)
-        if offset % dtype.itemsize:
-            raw = torch.frombuffer(self._map, dtype=torch.uint8, count=info.nbytes, offset=offset)
-            return raw.clone().view(dtype).view(info.shape)
-        count = info.nbytes // dtype.itemsize
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(info.shape)
+        begin = self._data_start + info.begin
+        memory = memoryview(self._map)[begin : begin + info.nbytes]
+        return tensor_over(memory, TORCH_DTYPES[info.dtype], info.shape)
 
     def read(self, info: TensorInfo, index: int | None = None) -> torch.Tensor:
         """A tensor, or `index` of its first dimension, copied by ordinary reads.
@@ -81,19 +74,12 @@ class MappedFile:
             os.close(fd)
         return raw.view(dtype).view(shape)
 
-    def advise(self, ranges: Iterable[tuple[int, int]], advice: int) -> None:
-        """Tell the kernel what is planned for byte ranges `[begin, end)` of the data section."""
-        for begin, end in ranges:
-            start = (self._data_start + begin) // mmap.PAGESIZE * mmap.PAGESIZE
-            self._map.madvise(advice, start, self._data_start + end - start)
 
-
-def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted, with neighbours that touch joined."""
-    out: list[tuple[int, int]] = []
-    for begin, end in sorted(ranges):
-        if out and begin <= out[-1][1]:
-            out[-1] = (out[-1][0], max(end, out[-1][1]))
-        else:
-            out.append((begin, end))
-    return out
+def tensor_over(memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over bytes as a file stores them; a copy only if they are misaligned for its dtype."""
+    if not len(memory):
+        return torch.empty(shape, dtype=dtype)
+    raw = torch.frombuffer(memory, dtype=torch.uint8)
+    if raw.data_ptr() % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype).view(shape)

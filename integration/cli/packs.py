@@ -12,11 +12,10 @@ from rich.console import Console
 from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.cli.options import ConfigOption, ModelArgument, TensorParallelOption, read_inputs
 from ziggurat.integration.cli.progress import RowProgress
-from ziggurat.integration.packing import encoder_for, ensure_packs, require_packs
+from ziggurat.integration.packing import ensure_packs, plan_packing, require_packs
 from ziggurat.integration.preflight import plan_for
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.geometry import ExpertGeometry
-from ziggurat.stores.builder import peak_bytes
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.pack import Pack
 
@@ -27,7 +26,17 @@ def register(app: typer.Typer) -> None:
     app.command("dump")(dump)
 
 
-def pack(model: ModelArgument = None, config: ConfigOption = None, tp: TensorParallelOption = 1) -> None:
+def pack(
+    model: ModelArgument = None,
+    config: ConfigOption = None,
+    tp: TensorParallelOption = 1,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="What quantizes: auto (a GPU if there is one), cpu or cuda:N; the bytes are the same."
+        ),
+    ] = "auto",
+) -> None:
     """Build the pack files of MODEL's experts; continues where a killed build stopped."""
     out = Console(highlight=False, soft_wrap=True)
     folder, tiers = read_inputs(model, config)
@@ -38,10 +47,9 @@ def pack(model: ModelArgument = None, config: ConfigOption = None, tp: TensorPar
         if short:
             raise CliError(short[0].line())
         if checkpoint.has_experts:
-            bound = peak_bytes(checkpoint, encoder_for(checkpoint, tiers.codecs.base), tp)
-            out.print(f"host memory for packing: at most {bound / 2**20:.0f} MiB")
+            out.print(plan_packing(checkpoint, tiers, tp, device).line())
         with RowProgress(f"packing {tiers.codecs.base}") as progress:
-            paths = ensure_packs(checkpoint, tiers, tp, progress, wait=False)
+            paths = ensure_packs(checkpoint, tiers, tp, progress, wait=False, device=device)
     for path in paths:
         out.print(f"{path} ({path.stat().st_size / 2**20:.1f} MiB)")
 

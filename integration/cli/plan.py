@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ from ziggurat.integration.cli.bench import checkout
 from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.cli.options import ConfigOption, ModelArgument, TensorParallelOption, read_inputs
 from ziggurat.integration.estimates import Given, estimate
+from ziggurat.integration.packing import pack_paths, plan_packing
 from ziggurat.integration.preflight import DEFAULT_MAX_TOKENS, chunk_advice, plan_for
 from ziggurat.residency.budget_plan import Plan
 from ziggurat.residency.sizes import format_bytes
@@ -83,11 +85,14 @@ def plan(
         result = plan_for(checkpoint, tiers, tp, graph_tokens=graph_tokens, max_tokens=max_tokens)
         if link is not None and compute is not None:
             advice = chunk_advice(checkpoint, result, link=link * 1e9, compute=compute * 1e12)
+        there = all(os.path.exists(path) for path in pack_paths(checkpoint, tiers, tp))
+        packing = plan_packing(checkpoint, tiers, tp) if checkpoint.has_experts and not there else None
         decode = estimate(checkpoint, tiers, result, given, checkout() / "bench" / "results")
     if as_json:
         said = {
             "prompts": None if advice is None else asdict(advice),
             "decode": None if decode is None else decode.to_json(),
+            "packing": None if packing is None else packing.to_json(),
         }
         typer.echo(json.dumps({**result.to_json(), **said}, indent=2))
     else:
@@ -96,6 +101,8 @@ def plan(
         console.print(_checks(result))
         for note in result.notes:
             console.print(f"note: {note}", markup=False)
+        if packing is not None:
+            console.print(packing.line(), markup=False, soft_wrap=True)
         if advice is not None:
             console.print(advice.line(), markup=False, soft_wrap=True)
         # Without an estimate only somebody who asked for one wants to know why.

@@ -98,7 +98,7 @@ class _Tables:
             thresholds.reshape(len(grid.midpoints), -1),
             scale_bytes.ravel(),
             powers.ravel(),
-            _exact_bytes(tuple(grid.magnitudes)),
+            exact_bytes(tuple(grid.magnitudes)),
         )
 
 
@@ -113,7 +113,7 @@ def _largest_byte_up_to(limits: F64) -> U8:
 
 
 @cache
-def _exact_bytes(magnitudes: tuple[float, ...]) -> npt.NDArray[np.bool_]:
+def exact_bytes(magnitudes: tuple[float, ...]) -> npt.NDArray[np.bool_]:
     """Pairs (largest, other) whose ratio a grid of these magnitudes holds when the largest is its 4."""
     values = E4M3_VALUES[:128]
     with np.errstate(divide="ignore", invalid="ignore"):

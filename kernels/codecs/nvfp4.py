@@ -45,19 +45,19 @@ def nvfp4_chunks(
     source: SourceArrays, start: int, stop: int, alternate_zeros: bool, grid: Grid
 ) -> Iterator[tuple[int, int, Quantized]]:
     """Quantize rows start..stop of an nvfp4 source for which is_fast_nvfp4 holds, in pieces that fit a cache."""
-    tables = _tables(source.global_scale, grid.words)
+    tables = half_tables(source.global_scale, grid.words)
     for first, last in pieces(source, start, stop, _WEIGHTS):
         yield first, last, _quantize(source, first, last, tables, alternate_zeros, grid)
 
 
 @lru_cache(maxsize=16)
-def _tables(global_scale: float, words: int) -> _Tables:
+def half_tables(global_scale: float, words: int) -> HalfTables:
     """All tasks of a tensor want the same ones."""
-    return _Tables.of(global_scale, W2_GRID if words == 1 else FP4_GRID)
+    return HalfTables.of(global_scale, W2_GRID if words == 1 else FP4_GRID)
 
 
 @dataclass(frozen=True)
-class _Tables:
+class HalfTables:
     """What a half and a block need, for one global scale.
 
     Exponents are counted from ``base``, the smallest that a magnitude above zero can want; one lower is an all-zero
@@ -79,7 +79,7 @@ class _Tables:
     base: int
 
     @classmethod
-    def of(cls, global_scale: float, grid: Grid) -> _Tables:
+    def of(cls, global_scale: float, grid: Grid) -> HalfTables:
         halves = E4M3_VALUES[:_SCALES, None] * E2M1_MAGNITUDES * global_scale
         wanted = rule_exponents(halves)
         base = int(wanted[halves != 0].min())
@@ -100,7 +100,7 @@ class _Tables:
 
 
 def _quantize(
-    source: SourceArrays, first: int, last: int, tables: _Tables, alternate_zeros: bool, grid: Grid
+    source: SourceArrays, first: int, last: int, tables: HalfTables, alternate_zeros: bool, grid: Grid
 ) -> Quantized:
     rows = last - first
     pairs = block_major(source.bits[first:last], np.uint16)
@@ -152,7 +152,13 @@ def _half_max(even: U8, odd: U8) -> U8:
 
 
 def _keep_exact_blocks(
-    exponents: U8, half_index: Ints, source: SourceArrays, first: int, last: int, tables: _Tables, grid: Grid
+    exponents: U8,
+    half_index: Ints,
+    source: SourceArrays,
+    first: int,
+    last: int,
+    tables: HalfTables,
+    grid: Grid,
 ) -> None:
     """Give blocks whose largest weight may be a power of two the exponents of the rules.
 

@@ -61,7 +61,7 @@ def _build(model: Path, folder: Path, fault: FaultyFiles | None = None) -> None:
     if fault is not None:
         fault.install()
     with Checkpoint.open(model) as checkpoint:
-        build_pack(checkpoint, VerbatimEncoder(checkpoint), folder, TP, threads=2)
+        build_pack(checkpoint, VerbatimEncoder(checkpoint), folder, TP, lanes=2)
 
 
 def _flips_are_named(folder: Path, expected: dict[str, bytes], where: str) -> None:

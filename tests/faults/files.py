@@ -17,6 +17,7 @@ power      the process is killed, and of what was written since the last sync of
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import signal
@@ -41,7 +42,7 @@ class FaultyFiles:
     seed: int
     calls: int = 0
     hit: str = ""
-    _unsynced: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
+    _unsynced: dict[int, list[tuple[int, int, bytes]]] = field(default_factory=dict)
     _real: dict[str, Callable[..., Any]] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
@@ -85,6 +86,7 @@ class FaultyFiles:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         elif writes:
             fd, data, offset = args
+            fd = _buffered(fd)  # a direct write cannot take an odd part
             if self.kind == "flip":
                 changed = bytearray(data)
                 bit = dice.randrange(8 * len(changed))
@@ -107,28 +109,37 @@ class FaultyFiles:
             self._cut()
         if name == "pwrite":
             fd, data, offset = args
-            self._unsynced.setdefault(fd, []).append((offset, _held(fd, len(data), offset)))
-        elif name in ("fdatasync", "fsync"):
-            self._unsynced.pop(args[0], None)
+            self._unsynced.setdefault(os.fstat(fd).st_ino, []).append(
+                (fd, offset, _held(fd, len(data), offset))
+            )
+        elif name in ("fdatasync", "fsync"):  # of all descriptors of the file
+            self._unsynced.pop(os.fstat(args[0]).st_ino, None)
         return real(*args, **kwargs)
 
     def _cut(self) -> None:
         dice = random.Random(self.seed)
-        for fd, writes in self._unsynced.items():
-            for offset, before in reversed(writes):
+        for writes in self._unsynced.values():
+            for fd, offset, before in reversed(writes):
                 for at in range(0, len(before), PAGE):
                     if dice.random() < 0.5:
-                        self._real["pwrite"](fd, before[at : at + PAGE], offset + at)
+                        self._real["pwrite"](_buffered(fd), before[at : at + PAGE], offset + at)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _held(fd: int, nbytes: int, offset: int) -> bytes:
-    """What a file holds now, also where `fd` is for writing only."""
+    """What a file holds now, also where `fd` is for writing only, or for direct writes."""
     reading = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     try:
         return os.pread(reading, nbytes, offset)
     finally:
         os.close(reading)
+
+
+def _buffered(fd: int) -> int:
+    """A descriptor of the same file that goes through the page cache; it is left open, as the process ends soon."""
+    if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+        return fd
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def run_in_child(job: Callable[[], None]) -> int:

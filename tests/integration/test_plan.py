@@ -18,7 +18,13 @@ from ziggurat.integration import estimates
 from ziggurat.integration.cli import plan
 from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.estimates import Given
-from ziggurat.integration.packing import pack_paths, wanted_headers
+from ziggurat.integration.packing import (
+    PackingDeviceError,
+    ensure_packs,
+    pack_paths,
+    plan_packing,
+    wanted_headers,
+)
 from ziggurat.integration.preflight import plan_for
 from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.cuda.workspace import workspace_bytes
@@ -28,6 +34,7 @@ from ziggurat.residency.config import TiersConfig, load_config
 from ziggurat.residency.errors import BudgetError, ConfigError
 from ziggurat.residency.heat import HeatKey, HeatMap, save_heat
 from ziggurat.residency.prediction import GATHER_SHARE, PredictionError
+from ziggurat.stores.builder import peak_bytes
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.packformat import file_bytes
 
@@ -89,6 +96,30 @@ def test_the_machine_readable_plan(folder: Path) -> None:
     assert [one["pool_rows"] for one in values["ranks"]] == [48, 48]
     assert [one["coverage"] for one in values["ranks"]] == [0.25, 0.25]
     assert [one["arena_bytes"] for one in values["ranks"]] == [32 * 16384, 32 * 16384]
+
+
+def test_the_plan_bounds_the_memory_of_packing_until_the_packs_are_there(folder: Path) -> None:
+    path = write_config(folder)
+    config = load_config(path)
+    with Checkpoint.open(DEMO) as checkpoint:
+        how = plan_packing(checkpoint, config, 2, "cpu")
+        assert how.peak_bytes == peak_bytes(checkpoint, how.encoder, 2, lanes=how.lanes)
+        said = json.loads(run(DEMO, "-c", path, "--tp", "2", "--json").stdout)["packing"]
+        assert said["peak_bytes"] > 0
+        assert how.line() in run(DEMO, "-c", path, "--tp", "2").stdout or said["device"] != "cpu"
+        ensure_packs(checkpoint, config, 2, device="cpu")
+    assert json.loads(run(DEMO, "-c", path, "--tp", "2", "--json").stdout)["packing"] is None
+    assert "packing on" not in run(DEMO, "-c", path, "--tp", "2").stdout
+
+
+@pytest.mark.parametrize(
+    ("device", "said"), [("gpu", "it can be auto, cpu or cuda:N"), ("cuda:99", "there is no cuda:99")]
+)
+def test_a_packing_device_that_cannot_be_is_refused(folder: Path, device: str, said: str) -> None:
+    config = load_config(write_config(folder))
+    with Checkpoint.open(DEMO) as checkpoint, pytest.raises(PackingDeviceError, match=said):
+        ensure_packs(checkpoint, config, 1, device=device)
+    assert list((folder / "packs").iterdir()) == []
 
 
 def test_the_model_may_come_from_the_configuration_and_the_command_line_wins(folder: Path) -> None:

@@ -42,7 +42,7 @@ def build(folder, kill_at):
     for name in ("pwrite", "fdatasync", "fsync", "ftruncate", "rename", "unlink"):
         setattr(os, name, counted(getattr(os, name)))
     with Checkpoint.open(model) as checkpoint:
-        build_pack(checkpoint, VerbatimEncoder(checkpoint), folder, 2, threads=2)
+        build_pack(checkpoint, VerbatimEncoder(checkpoint), folder, 2, lanes=2)
 
 def run(folder, kill_at):
     pid = os.fork()
@@ -77,8 +77,8 @@ def test_killed_at_every_system_call(small_model: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     kills = int(done.stdout)
-    # 2 ranks x (lock 2, create 2, rows 6, syncs and tables 2 x 2, finish 2 or more)
-    assert kills > 30
+    # 2 ranks x (create 2, rows 2, syncs and tables 2 x 2, finish 2 or more)
+    assert kills > 20
     with Checkpoint.open(small_model) as checkpoint:
         build_pack(checkpoint, VerbatimEncoder(checkpoint), tmp_path / "whole", 2)
     expected = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
@@ -101,7 +101,7 @@ with Checkpoint.open(Path(sys.argv[2])) as checkpoint:
     def before(name):
         print(name, flush=True)
         sys.stdin.readline()
-    build_pack(checkpoint, VerbatimEncoder(checkpoint, before=before), Path(sys.argv[3]), threads=1)
+    build_pack(checkpoint, VerbatimEncoder(checkpoint, before=before), Path(sys.argv[3]), lanes=1)
 """
 
 
@@ -141,21 +141,21 @@ def status(field):
     return int(re.search(field + r":\\s+(\\d+) kB", text)[1]) * 1024
 
 with Checkpoint.open(Path(sys.argv[4])) as checkpoint:  # code that is loaded at its first use
-    build_pack(checkpoint, VerbatimEncoder(checkpoint), Path(sys.argv[3]) / "first", threads=2)
+    build_pack(checkpoint, VerbatimEncoder(checkpoint), Path(sys.argv[3]) / "first", lanes=2)
 with Checkpoint.open(Path(sys.argv[2])) as checkpoint:
     encoder = VerbatimEncoder(checkpoint)
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = status("VmRSS")
-    build_pack(checkpoint, encoder, Path(sys.argv[3]), threads=2)
+    build_pack(checkpoint, encoder, Path(sys.argv[3]), lanes=2)
     took = status("VmHWM") - before
-    bound = peak_bytes(checkpoint, encoder, threads=2)
+    bound = peak_bytes(checkpoint, encoder, lanes=2)
     print(json.dumps([took, bound, sum(map(checkpoint.layer_bytes, range(checkpoint.layers)))]))
 """
 
 
 def test_memory_stays_within_the_bound(small_model: Path, tmp_path: Path) -> None:
     sizes: SizeArgs = {
-        "layers": 10,
+        "layers": 24,
         "experts": 24,
         "top_k": 2,
         "hidden": 256,

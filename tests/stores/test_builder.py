@@ -14,12 +14,14 @@ from support.building import Stop, after, interrupted, snapshot
 from support.checkpoints import Layout, SizeArgs, write_checkpoint
 from support.progress import Recorder
 from support.verbatim import VerbatimEncoder, verbatim_row
-from ziggurat.stores.builder import build_pack, default_threads, expected_header, peak_bytes
+from ziggurat.stores.builder import build_pack, default_lanes, expected_header, peak_bytes
 from ziggurat.stores.checkpoint import Checkpoint
+from ziggurat.stores.chunks import THREAD_BYTES, experts_per_chunk
 from ziggurat.stores.errors import (
     PackMismatchError,
     PackTruncatedError,
 )
+from ziggurat.stores.loading import extents_bytes
 from ziggurat.stores.pack import Pack
 from ziggurat.stores.packformat import file_bytes, row_digest
 from ziggurat.stores.stored import StoredExpert
@@ -33,7 +35,7 @@ ROWS = 6  # of the small model
 def test_rows(small: Checkpoint, tmp_path: Path, tp_size: int, threads: int) -> None:
     sink = Recorder()
     encoder = VerbatimEncoder(small)
-    paths = build_pack(small, encoder, tmp_path, tp_size, progress=sink, threads=threads)
+    paths = build_pack(small, encoder, tmp_path, tp_size, progress=sink, lanes=threads)
     assert sorted(tmp_path.iterdir()) == sorted(paths)
     for rank, path in enumerate(paths):
         expected = expected_header(small, encoder, rank, tp_size)
@@ -54,8 +56,8 @@ def test_rows(small: Checkpoint, tmp_path: Path, tp_size: int, threads: int) -> 
 
 def test_the_same_bytes_whatever_the_threads_and_ranks(small: Checkpoint, tmp_path: Path) -> None:
     encoder = VerbatimEncoder(small)
-    both = build_pack(small, encoder, tmp_path / "both", 2, threads=3)
-    (second,) = build_pack(small, encoder, tmp_path / "second", 2, [1], threads=1)
+    both = build_pack(small, encoder, tmp_path / "both", 2, lanes=3)
+    (second,) = build_pack(small, encoder, tmp_path / "second", 2, [1], lanes=1)
     swapped = build_pack(small, encoder, tmp_path / "swapped", 2, [1, 0])
     assert second.read_bytes() == both[1].read_bytes()
     assert [path.name for path in swapped] == [path.name for path in reversed(both)]
@@ -72,7 +74,7 @@ def test_bytes_an_encoder_leaves_alone_are_zero(small: Checkpoint, tmp_path: Pat
             else:
                 outs[0][0] = 9
 
-    (path,) = build_pack(small, Sparse(small), tmp_path, threads=1)
+    (path,) = build_pack(small, Sparse(small), tmp_path, lanes=1)
     pack = Pack.open(path)
     rows = [pack.read_row(*divmod(i, 3)) for i in range(ROWS)]
     pack.close()
@@ -189,7 +191,7 @@ def stale_version(path: Path, small: Checkpoint) -> None:
     other = path.parent / "other"
     interrupted_other = VerbatimEncoder(small, version="0", before=after(4, KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        build_pack(small, interrupted_other, other, threads=1)
+        build_pack(small, interrupted_other, other, lanes=1)
     shutil.move(next(other.glob("*.building")), path)
     shutil.rmtree(other)
 
@@ -229,33 +231,35 @@ def test_a_checksum_is_written_only_after_its_rows_were_synced(
     small: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The order that makes a checksum trustworthy after a power cut."""
-    events: list[tuple[str, int, int]] = []
+    events: list[tuple[str, int, int, int]] = []  # kind, file (it has two descriptors), offset, end
     pwrite, fdatasync = os.pwrite, os.fdatasync
 
     def recording_pwrite(fd: int, data: bytes, offset: int) -> int:
         done = pwrite(fd, data, offset)
-        events.append(("write", fd, offset))
+        events.append(("write", os.fstat(fd).st_ino, offset, offset + done))
         return done
 
     def recording_fdatasync(fd: int) -> None:
         position = len(events)  # what is written after the sync began may not be covered by it
         fdatasync(fd)
-        events.insert(position, ("sync", fd, 0))
+        events.insert(position, ("sync", os.fstat(fd).st_ino, 0, 0))
 
     monkeypatch.setattr(os, "pwrite", recording_pwrite)
     monkeypatch.setattr(os, "fdatasync", recording_fdatasync)
-    paths = build_pack(small, VerbatimEncoder(small), tmp_path, 2, threads=2)
+    paths = build_pack(small, VerbatimEncoder(small), tmp_path, 2, lanes=2)
     header = Pack.open(paths[0]).header
     start = paths[0].stat().st_size - header.rows_nbytes - header.rows * 8
     table = start + header.rows_nbytes
-    files = {fd for _, fd, offset in events if offset >= table}
-    assert len(files) == 2
-    for fd in files:
+    for file in (path.stat().st_ino for path in paths):
+        mine = [event for event in events if event[1] == file]
         for layer in range(2):
-            checked = events.index(("write", fd, table + layer * 3 * 8))
-            synced = max(i for i, event in enumerate(events[:checked]) if event == ("sync", fd, 0))
+            at = table + layer * 3 * 8
+            checked = next(i for i, event in enumerate(mine) if event[0] == "write" and event[2] == at)
+            synced = max(i for i, event in enumerate(mine[:checked]) if event[0] == "sync")
             for expert in range(3):
-                assert events.index(("write", fd, start + header.row_offset(layer, expert))) < synced
+                row = start + header.row_offset(layer, expert)
+                written = [e for e in mine[:synced] if e[0] == "write" and e[2] <= row < e[3]]
+                assert written, (layer, expert)
 
 
 def test_short_writes_are_continued(
@@ -291,14 +295,17 @@ def test_encoders_that_cannot_do_the_size(small: Checkpoint, tmp_path: Path) -> 
 
 def test_peak_bytes(small: Checkpoint) -> None:
     encoder = VerbatimEncoder(small)
-    base = 2 * small.layer_bytes(0)
-    assert small.layer_bytes(0) == 3 * 3 * 96 * 32 * 2
-    one = peak_bytes(small, encoder, threads=1)
-    assert one == base + 20480 + 16 * 96 * 32
-    assert peak_bytes(small, encoder, threads=3) == base + 3 * (one - base)
-    assert peak_bytes(small, encoder, 2, threads=1) == base + 2 * 12288 + 16 * 96 * 32
-    assert peak_bytes(small, encoder, 2, [1], threads=1) == base + 12288 + 16 * 96 * 32
-    assert peak_bytes(small, encoder) == peak_bytes(small, encoder, threads=default_threads())
+    experts = 3  # all of a layer make one chunk
+    assert experts_per_chunk(small) == experts
+    source = max(extents_bytes(small, layer, range(experts)) for layer in range(2))
+    assert small.layer_bytes(0) == 3 * 3 * 96 * 32 * 2 <= source <= small.layer_bytes(0) + 2 * 4096
+    base = source + 16 * 96 * 32 + THREAD_BYTES
+    assert peak_bytes(small, encoder, lanes=1) == base + experts * 20480
+    assert peak_bytes(small, encoder, lanes=3) == 3 * (base + experts * 20480)
+    assert peak_bytes(small, encoder, 2, lanes=1) == base + experts * 2 * 12288
+    assert peak_bytes(small, encoder, 2, [1], lanes=1) == base + experts * 12288
+    assert peak_bytes(small, encoder) == peak_bytes(small, encoder, lanes=default_lanes())
+    assert peak_bytes(small, encoder, processes=True) > peak_bytes(small, encoder)
 
 
 @pytest.mark.parametrize("layout", ["per-expert", "fused"])

@@ -47,7 +47,7 @@ def test_a_disk_that_fills_up_leaves_nothing_new(small: Checkpoint, small_tmpfs:
             fill_disk(small_tmpfs)
 
     with pytest.raises(DiskFullError) as caught:
-        build_pack(small, VerbatimEncoder(small, before=hook), small_tmpfs, threads=1)
+        build_pack(small, VerbatimEncoder(small, before=hook), small_tmpfs, lanes=1)
     assert caught.value.short > 0
     assert "not enough disk space" in str(caught.value)
     assert [file.name for file in small_tmpfs.iterdir()] == ["filler"]

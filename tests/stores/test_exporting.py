@@ -193,7 +193,7 @@ def test_experts_are_asked_for_in_vain(exported: Path) -> None:
         for call in (
             lambda: checkpoint.expert(0, 0),
             lambda: checkpoint.layer_bytes(0),
-            lambda: checkpoint.prefetch_layer(0),
+            lambda: checkpoint.ranges(0, 0),
             lambda: build_pack(checkpoint, VerbatimEncoder(checkpoint), exported / "packs"),
         ):
             with pytest.raises(ExpertsAbsentError, match="holds no expert tensors") as caught:

@@ -36,5 +36,5 @@ def interrupted(checkpoint: Checkpoint, folder: Path, count: int, tp_size: int =
     """Leave an unfinished build in which `count` experts were encoded; returns its (first) file."""
     encoder = VerbatimEncoder(checkpoint, before=after(count, KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        build_pack(checkpoint, encoder, folder, tp_size, threads=1)
+        build_pack(checkpoint, encoder, folder, tp_size, lanes=1)
     return next(folder.glob("*.building"))
