@@ -1,6 +1,6 @@
 """Packing at the limit: whole builds beside reading, quantizing and writing alone, to bench/results/packing.json.
 
-    python bench/packing.py [--gib 8] [--device auto|cpu|cuda:0] [--run bf16:w2 …] [--folder FOLDER] [--tp N]
+    python bench/packing.py [--gib 8] [--device auto|cpu|cuda:0] [--run bf16:w2 …] [--tp N] [--side 12]
 
 The checkpoint is synthetic: the demo model's 32 experts a layer, each side of an expert 12 times as long, and as many
 layers as make the size. Every job runs in the same lanes (threads or processes) as a build, after the files' pages
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.packing_alone import ALONE  # noqa: E402
-from bench.results_io import provenance, read_json, results_folder, write_json  # noqa: E402
+from bench.results_io import provenance, results_folder, write_json  # noqa: E402
 from bench.synthetic import write_experts  # noqa: E402
 from ziggurat.integration.packing import PackingPlan, plan_packing  # noqa: E402
 from ziggurat.residency.config import TiersConfig  # noqa: E402
@@ -42,26 +42,28 @@ from ziggurat.stores.progress import NoProgress  # noqa: E402
 
 RESULT = "packing.json"
 RUNS = ("bf16:w2", "bf16:fp4", "bf16:bf16", "fp8_block:w2", "fp8_block:fp4")
-EXPERTS, HIDDEN, INTERMEDIATE = 32, 12 * 256, 12 * 128
+EXPERTS, HIDDEN, INTERMEDIATE = 32, 256, 128  # of the demo model
 _DISTINCT = 4
 
 
 def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
-    origin = provenance(["bench/packing.py", *arguments])
+    origin = provenance(["bench/packing.py", *arguments], at=options.commit)
     before = os.getloadavg()[0]
     runs = []
     for source in dict.fromkeys(run.split(":")[0] for run in options.runs):
         with tempfile.TemporaryDirectory(prefix="ziggurat-packing-", dir=options.folder) as work:
             model = Path(work) / "model"
-            layers = math.ceil(options.gib * 2**30 / _layer_bytes(source))
+            hidden, intermediate = HIDDEN * options.side, INTERMEDIATE * options.side
+            layer = 3 * hidden * intermediate * EXPERTS * (2 if source == "bf16" else 1)
+            layers = math.ceil(options.gib * 2**30 / layer)
             nbytes = write_experts(
                 model,
                 source,
                 layers,
                 EXPERTS,
-                hidden=HIDDEN,
-                intermediate=INTERMEDIATE,
+                hidden=hidden,
+                intermediate=intermediate,
                 distinct=_DISTINCT,
             )
             for codec in (run.split(":")[1] for run in options.runs if run.startswith(f"{source}:")):
@@ -70,22 +72,18 @@ def main(arguments: Sequence[str]) -> int:
     result = {
         "what": "packing a checkpoint, GB (10^9 source bytes) a second",
         "experts_per_layer": EXPERTS,
-        "hidden": HIDDEN,
-        "intermediate": INTERMEDIATE,
+        "hidden": HIDDEN * options.side,
+        "intermediate": INTERMEDIATE * options.side,
         "repeats": options.repeats,
         "runs": runs,
         "load": {"before": round(before, 2), "after": round(os.getloadavg()[0], 2)},
         **origin,
     }
     on_gpu = any(run["device"] != "cpu" for run in runs)
-    path = results_folder(origin["machine"].get("gpu") if on_gpu else None) / RESULT
-    write_json(path, {**read_json(path), **result})
-    print(f"written: {path.relative_to(ROOT)}")
+    path = options.output or results_folder(origin["machine"].get("gpu") if on_gpu else None) / RESULT
+    write_json(path, result)
+    print(f"written: {path.name}")
     return 0
-
-
-def _layer_bytes(source: str) -> int:
-    return 3 * HIDDEN * INTERMEDIATE * EXPERTS * (2 if source == "bf16" else 1)
 
 
 def _measure(
@@ -223,6 +221,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, default=None, help="where checkpoints and packs go for the while"
     )
+    parser.add_argument("--side", type=int, default=12, help="how many times as long an expert's sides are")
+    parser.add_argument("--output", type=Path, default=None, help="the result file")
+    parser.add_argument("--commit", default=None, help="what to record where there is no git history")
     options = parser.parse_args(arguments)
     options.runs = options.runs or list(RUNS)
     return options

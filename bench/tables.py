@@ -30,7 +30,7 @@ PAGES = (
     README,
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("benchmarks", "metrics", "performance", "policies", "sizing")
+        for name in ("benchmarks", "metrics", "performance", "policies", "sizing", "stores")
     ),
 )
 _RESULTS = re.compile(
@@ -158,6 +158,37 @@ def scrape_cost(result: Mapping[str, Any]) -> str:
     return f"{markdown(header, rows)}\n{note} {_origin(result)}\n"
 
 
+def packing(result: Mapping[str, Any]) -> str:
+    """A source format and codec a row: each part alone, the whole build, and its memory."""
+    rows = [
+        [
+            f"{run['source']} → `{run['codec']}`, {run['source_bytes'] / 2**30:.1f} GiB",
+            *(f"{run['gb_per_s'][name]:.2f} GB/s" for name in ("read", "quantize", "write", "pack")),
+            f"{run['of_slowest']:.2f}",
+            f"{run['peak_mib']} of {run['bound_mib']} MiB",
+        ]
+        for run in result["runs"]
+    ]
+    header = [
+        "source bytes",
+        "read alone",
+        "quantize alone",
+        "write alone",
+        "build",
+        "of the slowest",
+        "memory, bound",
+    ]
+    where = "; ".join(
+        dict.fromkeys(
+            f"{run['lanes']} {'processes' if run['processes'] else 'threads'} on {run['device']}"
+            for run in result["runs"]
+        )
+    )
+    machine = result["machine"]
+    gpu = f", {machine['gpu']}" if "gpu" in machine else ""
+    return f"{markdown(header, rows)}\n{where}{gpu}. {_origin(result)}\n"
+
+
 def policies(result: Mapping[str, Any]) -> str:
     """Eviction policies on routing traces."""
     return policy_tables.policies(result, markdown, _origin)
@@ -168,6 +199,7 @@ RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "heldout_loss": heldout_loss,
     "throughput": throughput,
     "boot": boot,
+    "packing": packing,
     "admission_policy": lambda result: study_tables.admission_policy(result, markdown),
     "lookahead": lambda result: study_tables.lookahead(result, markdown),
     "policies": policies,
@@ -184,6 +216,7 @@ GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]
     "inline_gather": inline_tables.inline_gather,
     "serve": gpu_tables.serve,
     "gate": gpu_tables.gate,
+    "packing": lambda result, markdown: packing(result),
     "profile": gpu_tables.profile,
     "host_cost": lambda result, table: inline_tables.host_cost(result, table, gpu_tables.origin(result)),
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Kernels, transfers and decode steps. Results (JSON) and logs go to $OUT (default bench/h200/out); COMMIT names the
 # commit where there is no git history. TRACES: a folder of more routing traces.
-#   bench/h200/run_bench.sh [kernels|transfers|harness|full ...]
+#   bench/h200/run_bench.sh [kernels|transfers|harness|packing|full ...]
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 parts=("$@")
@@ -10,6 +10,9 @@ harness=(python3 bench/harness/run.py --results "$OUT" "${commit[@]}")
 for part in "${parts[@]}"; do
     case $part in
         kernels) step kernels 150 python3 bench/kernels.py --results "$OUT" "${commit[@]}" ;;
+        packing)
+            step packing 400 python3 bench/packing.py --device cuda:0 --output "$OUT/packing.json" "${commit[@]}"
+            ;;
         transfers) step transfers 150 python3 bench/transfers.py --output "$OUT/transfers.json" "${commit[@]}" ;;
         harness)
             # The demo model's routing, its six layers stacked four times, with experts of DeepSeek-V4-Flash's size.
@@ -28,7 +31,7 @@ for part in "${parts[@]}"; do
                 --coverage 100 25
             ;;
         *)
-            echo "no part is called $part: kernels, transfers, harness, full" >&2
+            echo "no part is called $part: kernels, transfers, harness, packing, full" >&2
             exit 2
             ;;
     esac

@@ -14,6 +14,7 @@ from ziggurat.integration.cli.failures import CliError
 
 BENCHMARKS = {
     "codecs": ("bench/codecs.py", "packing speed in memory, by source format and codec"),
+    "packing": ("bench/packing.py", "whole builds, beside reading, quantizing and writing alone"),
     "throughput": ("bench/throughput.py", "packing to a file, and decoding on the CPU"),
     "transfers": ("bench/transfers.py", "host rows to slots on a GPU, against the link"),
     "kernels": ("bench/kernels.py", "GPU kernels of a layer against their floor, beside vLLM's"),
