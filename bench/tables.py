@@ -158,7 +158,7 @@ def scrape_cost(result: Mapping[str, Any]) -> str:
     return f"{markdown(header, rows)}\n{note} {_origin(result)}\n"
 
 
-def packing(result: Mapping[str, Any]) -> str:
+def packing(result: Mapping[str, Any], origin: Callable[[Mapping[str, Any]], str] = _origin) -> str:
     """A source format and codec a row: each part alone, the whole build, and its memory."""
     rows = [
         [
@@ -184,9 +184,7 @@ def packing(result: Mapping[str, Any]) -> str:
             for run in result["runs"]
         )
     )
-    machine = result["machine"]
-    gpu = f", {machine['gpu']}" if "gpu" in machine else ""
-    return f"{markdown(header, rows)}\n{where}{gpu}. {_origin(result)}\n"
+    return f"{markdown(header, rows)}\n{where}. {origin(result)}\n"
 
 
 def policies(result: Mapping[str, Any]) -> str:
@@ -216,7 +214,7 @@ GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]
     "inline_gather": inline_tables.inline_gather,
     "serve": gpu_tables.serve,
     "gate": gpu_tables.gate,
-    "packing": lambda result, markdown: packing(result),
+    "packing": lambda result, markdown: packing(result, gpu_tables.origin),
     "profile": gpu_tables.profile,
     "host_cost": lambda result, table: inline_tables.host_cost(result, table, gpu_tables.origin(result)),
 }

@@ -382,6 +382,25 @@ INLINE_GATHER: dict[str, Any] = {
 }
 
 
+PACKING: dict[str, Any] = {
+    "runs": [
+        {
+            "source": "bf16",
+            "codec": "w2",
+            "source_bytes": 8 << 30,
+            "device": "cuda:0",
+            "lanes": 4,
+            "processes": False,
+            "gb_per_s": {"read": 1.5, "quantize": 9.0, "write": 8.0, "pack": 1.4},
+            "of_slowest": 0.933,
+            "peak_mib": 300,
+            "bound_mib": 900,
+        }
+    ],
+    **GPU_ORIGIN,
+}
+
+
 def test_gpu_tables(tmp_path: Path) -> None:
     (tmp_path / "h200").mkdir()
     contents = {
@@ -396,11 +415,17 @@ def test_gpu_tables(tmp_path: Path) -> None:
         "inline_gather": INLINE_GATHER,
         "churn": CHURN,
         "host_cost": HOST_COST,
+        "packing": PACKING,
     }
     for name, content in contents.items():
         (tmp_path / "h200" / f"{name}.json").write_text(json.dumps(content))
     rendered = tables.render("".join(marked(f"h200/{name}") for name in contents), tmp_path)
     assert set(contents) == set(tables.GPU_RENDERERS)
+    assert (
+        "| bf16 → `w2`, 8.0 GiB | 1.50 GB/s | 9.00 GB/s | 8.00 GB/s | 1.40 GB/s | 0.93 | 300 of 900 MiB |"
+        in rendered
+    )
+    assert "4 threads on cuda:0. " in rendered
     assert "| 64 x 64 KiB | 30.9 (0.56) | 46.4 (0.84) | 0.90 | 0.90 |" in rendered
     assert "| full: 25 % | 24 | 40 | 600 | 8 clean, 16 exact | no |" in rendered
     assert "| `gate_up`, 8 tokens, as it is |  |" in rendered
