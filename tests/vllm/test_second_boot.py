@@ -45,7 +45,7 @@ def test_second_boot_reads_no_expert(
             assert ".experts." not in name, f"{name} was read"
             return self._file.get_tensor(name)
 
-    def refuse(self: Checkpoint, layer_index: int, expert: int) -> Any:
+    def refuse(self: Checkpoint, layer_index: int, expert: int, **_: Any) -> Any:
         raise AssertionError(f"expert {expert} of layer index {layer_index} was read from the checkpoint")
 
     monkeypatch.setattr(loader, "safe_open", Guarded)
