@@ -240,6 +240,11 @@ class PolicyConfig(_Section):
     host_floor: Annotated[int, Field(ge=0, le=100)] | None = None
     prefetch: Annotated[tuple[str, ...], BeforeValidator(_read_prefetch)] = ()
 
+    @property
+    def host_floor_part(self) -> float | None:
+        """`host_floor` as a part of an equal share, 0 to 1."""
+        return None if self.host_floor is None else self.host_floor / 100
+
 
 class MissConfig(_Section):
     """What happens to a routed expert that is not in the pool when its layer runs."""

@@ -62,6 +62,7 @@ _TIER = ("tier", ("pool", "arena"))
 _LADDER = (("tier", ("pool", "arena", "pack")),)
 _ROUTE = (("source", ("arena", "pack")), ("target", ("pool", "arena", "staging")))
 _SOURCE = (("source", ("arena", "pack")),)
+READ_AHEAD = ("start", "heat", "pool", "layers")
 PHASES = ("prefill", "decode", "untold")
 STEP_PARTS = ("first_pass", "repeated_passes", "fetch")
 HOTTEST = (("1%", 0.01), ("5%", 0.05), ("10%", 0.10), ("25%", 0.25), ("50%", 0.50))
@@ -171,6 +172,15 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("ziggurat_fetching_rows", "gauge", "Rows that the host is bringing at this moment"),
     MetricSpec(
         "ziggurat_arena_waits_total", "counter", "Requests that found no place in the arena and had to wait"
+    ),
+    MetricSpec(
+        "ziggurat_read_ahead_rows_total",
+        "counter",
+        "Rows read before anybody asked: at the start, by heat, for having left the pool, ahead of a long prompt",
+        labels=(("by", READ_AHEAD),),
+    ),
+    MetricSpec(
+        "ziggurat_read_ahead_used_rows_total", "counter", "Those of them that somebody asked for then"
     ),
     MetricSpec(
         "ziggurat_inline_rows_total",

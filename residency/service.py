@@ -17,7 +17,7 @@ from ziggurat.allocators.errors import AllocatorError
 from ziggurat.allocators.pageable import PageableArena
 from ziggurat.kernels.cpu import moe as cpu_ops
 from ziggurat.residency.account import Account
-from ziggurat.residency.background import BackgroundThread
+from ziggurat.residency.ahead import ReadingAhead
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, NoConsensus
 from ziggurat.residency.describe import describe_service
@@ -47,10 +47,9 @@ from ziggurat.residency.passes import (
     StepState,
     StepTokens,
 )
-from ziggurat.residency.policies.base import EvictionPolicy, PolicySettings
-from ziggurat.residency.policies.registry import host_half_life, make_host_policy, make_policy
+from ziggurat.residency.policies.base import PolicySettings
+from ziggurat.residency.policies.registry import host_settings, make_host_policy, make_policy
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
-from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.slots import SlotPool, SlotTable
 from ziggurat.residency.step import MissSettings, StepRunner
@@ -139,7 +138,6 @@ class ExpertService:
         self._pack = pack
         self._arena = arena
         self._ring = ring
-        self._readers = readers
         self._heat_key, self._heat_path = _heat_file(pack, heat_folder)
         self._state: PassState | None = None
         self._in_step = False
@@ -147,7 +145,6 @@ class ExpertService:
         self._late_epoch: int | None = None  # of the step before, if its copies were not known to be complete
         self._steps = 0
         self._logged: set[str] = set()
-        self._preheater: Preheater | None = None
 
         table = SlotTable(geometry.layers, geometry.experts, pool.slots, codec.name)
         eviction = config.policy.eviction
@@ -162,9 +159,12 @@ class ExpertService:
             consensus=consensus,
         )
         kind = InlineCache if self.choice.serving == "inline" else HostCache
-        self.cache = kind(
-            pack, arena, _host_policy(config, geometry), experts=geometry.experts, staging=readers
+        host_policy = make_host_policy(
+            config.policy.host,
+            host_settings(geometry.layers, geometry.experts, geometry.top_k),
+            floor=config.policy.host_floor_part,
         )
+        self.cache = kind(pack, arena, host_policy, experts=geometry.experts, staging=readers)
         self._fetcher = Fetcher(self.slots, self.cache)
         direct = open_direct(
             config.tiers.device.direct_layers, geometry, kernels, mapped, self.cache, pool.device
@@ -197,7 +197,12 @@ class ExpertService:
                 settings,
                 self.heat,
                 readers,
-                Hooks(self._arm, self.collect, lambda report: self._account.filled(report)),
+                Hooks(
+                    self._arm,
+                    self.collect,
+                    lambda report: self._account.filled(report),
+                    lambda report: self._account.filled(report, "pool"),
+                ),
                 direct,
             )
             self._layers, self._runner = self._inline.layers, self._inline.runner
@@ -218,6 +223,8 @@ class ExpertService:
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
         self._account.serving(self.choice.serving)
         self._account.direct(len(self._direct_keys))
+        self._ahead = ReadingAhead(self.cache, self.slots, self.heat, self._account, batch=readers)
+        self._fetcher.upcoming = self._ahead.upcoming
         if self._inline is not None:
             self._account.follow(self._inline.layers.counts)
         self._account.gauges(with_heat=True)
@@ -307,10 +314,7 @@ class ExpertService:
         if self._inline is not None:
             self._inline.hand_over()
         if self.slots.slots < self.geometry.rows and arena_order and self.cache.capacity:
-            if self._preheater is not None:
-                self._preheater.close()
-            self._preheater = Preheater(self.cache, arena_order, self._readers, self._account.filled)
-            self._preheater.start()
+            self._ahead.preheat(arena_order)
         else:
             arena_order = []
         self._account.fetches()
@@ -340,7 +344,7 @@ class ExpertService:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, no background work is in progress or begins: for graph capture."""
-        threads: list[BackgroundThread] = [] if self._preheater is None else [self._preheater]
+        threads = self._ahead.threads
         if self._inline is not None:
             threads.append(self._inline.promoter)
         with self._books, ExitStack() as stack:
@@ -359,8 +363,7 @@ class ExpertService:
 
     def preheated(self) -> None:
         """Wait until the background thread has filled the arena as far as it can."""
-        if self._preheater is not None:
-            self._preheater.wait()
+        self._ahead.preheated()
 
     def save_heat(self) -> HeatNote:
         """Write the heat file now. A disk that refuses it is logged once, and is no error."""
@@ -379,6 +382,7 @@ class ExpertService:
                 self._policies_late += len(late.pairs)
                 self.heat.add_steps(late.pairs)
                 self._account.late_steps(late)
+                self._ahead.passed(len(late.pairs))
 
     def _save_heat(self) -> HeatNote:
         if self._heat_path is None:
@@ -394,8 +398,7 @@ class ExpertService:
         if self._closed:
             return
         self._closed = True
-        if self._preheater is not None:
-            self._preheater.close()
+        self._ahead.close()
         self._late_books.close()
         self._give_up_device()
         if self._inline is not None:
@@ -443,6 +446,7 @@ class ExpertService:
             self._account.step(step, result)
         self.slots.policy.advance(passed)
         self.cache.advance(passed)
+        self._ahead.passed(1)
         if self._steps % self._config.heat.save_every_steps == 0:
             self._save_heat()
 
@@ -490,17 +494,6 @@ def _order(slots: int, seed: int | None) -> list[int]:
     if seed is not None:
         random.Random(seed).shuffle(order)
     return order
-
-
-def _host_policy(config: TiersConfig, geometry: ServiceGeometry) -> EvictionPolicy:
-    """The arena's policy, as the configuration says."""
-    half_life = host_half_life(geometry.experts, geometry.top_k)
-    percent = config.policy.host_floor
-    return make_host_policy(
-        config.policy.host,
-        PolicySettings(half_life, geometry.layers, geometry.experts),
-        floor=None if percent is None else percent / 100,
-    )
 
 
 def _heat_file(pack: RowPack, folder: Path | None) -> tuple[HeatKey, Path | None]:

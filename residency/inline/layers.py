@@ -19,7 +19,7 @@ from ziggurat.residency.device_layer import LateCounts
 from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.inline.cache import InlineCache
-from ziggurat.residency.inline.state import Events, InlineState, Passed
+from ziggurat.residency.inline.state import InlineState, Passed
 from ziggurat.residency.passes import IntArray, PassMode, PassState, Route
 from ziggurat.residency.ports import LayerKernels
 from ziggurat.residency.routing import check_counted, check_shapes
@@ -176,8 +176,9 @@ class InlineLayers:
         """Have rows read into the arena in the background, unless it has them."""
         self._want(key for key in keys if not self._cache.holds(key))
 
-    def _follow(self, events: Events) -> None:
+    def _follow(self, passed: Passed) -> None:
         """Bring the mirror of slots and the arena's order up to date."""
+        events = passed.events
         admitted = events.admitted
         rows = int(np.count_nonzero(admitted))
         self.counts.rows += rows
@@ -188,7 +189,8 @@ class InlineLayers:
             self.counts.by_layer += np.bincount(layers, minlength=self._geometry.layers)
             self._slots.follow(keys, events.slots[admitted], evicted)
             if not self._cache.full:  # nothing is evicted from an arena that has all
-                self._cache.touch(keys.tolist())
+                steady: IntArray = passed.counted.steady.reshape(-1)
+                self._cache.touch(keys.tolist(), map(float, steady[keys].tolist()))
                 self.promote(key for key in evicted.tolist() if key != ABSENT)
 
     @property
@@ -236,7 +238,7 @@ class InlineLayers:
         passed = self._device.passed(self._device.answer())
         self._finished()
         counted, events = passed.counted, passed.events
-        self._follow(events)
+        self._follow(passed)
         check_counted(self._geometry, counted.invalid)
         absent = events.keys[~events.admitted]
         steady = counted.steady.reshape(-1)[absent]
@@ -276,7 +278,7 @@ class InlineLayers:
             passed = self._device.passed(counts.read())
             self._spare.append(counts)
             self._cache.close_epoch(epoch)
-            self._follow(passed.events)
+            self._follow(passed)
             self._check_sure(passed)
             pairs.append(passed.counted.pairs)
             missed.append(passed.missed_pairs())

@@ -30,11 +30,13 @@ from ziggurat.residency.streaming.ring import StagingRing
 @dataclass(frozen=True, slots=True)
 class Hooks:
     """What the parts tell their service. arm: the state of the pass that begins, None after the last. settle: book
-    deferred passes, waiting for them. filled: rows were read into the arena, in any thread."""
+    deferred passes, waiting for them. filled: rows were read into the arena, in any thread. promoted: the same of rows
+    that nobody waited for."""
 
     arm: Arm
     settle: Callable[[], None]
     filled: Callable[[FillReport], None]
+    promoted: Callable[[FillReport], None]
 
 
 class Inline:
@@ -75,7 +77,7 @@ class Inline:
             first=admitting[0] if admitting else 0,
         )
         streamed = StreamedLayers(geometry, kernels, slots.pool, fetcher, state, ring, direct)
-        self.promoter = Promoter(cache, self._heat_of, batch, hooks.filled)
+        self.promoter = Promoter(cache, self._heat_of, batch, hooks.promoted)
         self.layers = InlineLayers(
             geometry, kernels, slots, cache, state, streamed, self.promoter.want, direct
         )

@@ -72,6 +72,11 @@ def host_half_life(experts: int, top_k: int) -> float:
     return experts / top_k
 
 
+def host_settings(layers: int, experts: int, top_k: int, *, half_life: float | None = None) -> PolicySettings:
+    """What the policy of an arena is told; half_life None: `host_half_life`."""
+    return PolicySettings(half_life or host_half_life(experts, top_k), layers, experts)
+
+
 def make_host_policy(name: str, settings: PolicySettings, *, floor: float | None = None) -> EvictionPolicy:
     """A fresh policy for an arena, one of `host_policy_names`. floor: of each layer, see `LayerFloorPolicy`; None does
     not tell layers apart. UnknownPolicyError names the nearest."""
