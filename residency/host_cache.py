@@ -39,8 +39,8 @@ class HostCache(HostPlaces):
     ) -> Generator[RowBatch, None, None]:
         """Every wanted row once, in batches, found ones first, then as reads complete.
 
-        wanted: key -> weight (0 = wanted by a scan only). keep=False: read without caching. insist: rows that only a scan
-        wants may evict, too; they leave first all the same. A key whose read failed is in a batch's `faults` and is not
+        wanted: key -> weight (0 = wanted by a scan only). keep=False: read without caching. insist: what only a scan
+        wants may evict, too; it leaves first all the same. A key whose read failed is in a batch's `faults` and is not
         tried again here. Settle each batch before asking for the next one if the copy out of it is complete by then;
         otherwise its places stay in use until the epoch closes, or until `reclaim` settles what it can, which is called
         when places are short and returns whether it did anything.
