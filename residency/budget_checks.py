@@ -24,7 +24,8 @@ class MachineLimits:
     memory) and `device_workspace` what kernels take of it beside the pool; `nodes` the NUMA node that each rank's
     arena is bound to (None, or a rank that is not listed: to none) and `node_available` what can be taken from each
     node; `notes` what the machine's limits leave to say; `packs_built` how many ranks' packs are complete, and
-    `packs_building` the bytes that unfinished builds of the others take on disk already.
+    `packs_building` the bytes that unfinished builds of the others take on disk already; `packs_buildable` whether
+    they can be built here at all.
     """
 
     device: str = "cpu"
@@ -41,6 +42,7 @@ class MachineLimits:
     disk_writable: bool = True
     packs_built: int = 0
     packs_building: int = 0
+    packs_buildable: bool = True
     direct_io: bool | None = None
 
 
@@ -59,13 +61,40 @@ def direct_check(rows: int, kind: ArenaKind, *, on_cpu: bool) -> Check:
     return Check("direct layers", 1, int(able), "support", "tiers.device.direct_layers", advice, detail)
 
 
+def lookahead_check(guesses: int, mode: str, kind: ArenaKind, *, on_cpu: bool) -> Check:
+    """Whether rows can be fetched ahead. guesses, mode: `miss.lookahead` and `miss.mode`. kind: of the arena."""
+    detail, advice = f"{guesses} guesses a token, fetched from a pinned arena", "set miss.lookahead to 0"
+    if on_cpu:
+        detail = "a CPU computes with host memory and fetches nothing ahead"
+    elif mode == "replay":
+        detail = "only layers that fetch their own rows look ahead, and miss.mode is replay"
+        advice += ", or miss.mode to auto"
+    elif kind != "pinned":
+        detail += ", and the arena is pageable" if kind == "pageable" else ", and there is none"
+        advice += ", or set tiers.host.size and tiers.host.on_limit so that it is"
+    able = not on_cpu and mode != "replay" and kind == "pinned"
+    return Check("look-ahead", 1, int(able), "support", "miss.lookahead", advice, detail)
+
+
 def disk_checks(
     disk: DiskTierConfig, machine: MachineLimits, packs: int, pack_bytes: int, rows: int
 ) -> Iterable[Check]:
     """Whether `packs` packs of `rows` rows have room, and are read as the configuration wants."""
     each = pack_bytes + _CHECKSUM_BYTES * rows + _PACK_HEADER_ALLOWANCE
     missing = max(0, each * max(0, packs - machine.packs_built) - machine.packs_building)
-    if missing > 0 and not machine.disk_writable:
+    if missing > 0 and not machine.packs_buildable:
+        absent = packs - machine.packs_built
+        yield Check(
+            "packs",
+            1,
+            0,
+            "support",
+            "tiers.disk.path",
+            "bring them with `ziggurat import FOLDER MODEL -c FILE` from what `ziggurat export` wrote, or run "
+            "`ziggurat pack` where the whole checkpoint is",
+            f"{absent} of {packs} are not in {disk.path}, and the model's folder holds no experts to make them from",
+        )
+    elif missing > 0 and not machine.disk_writable:
         yield Check(
             "pack folder",
             1,

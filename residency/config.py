@@ -23,6 +23,7 @@ from pydantic import (
     ValidationInfo,
 )
 
+from ziggurat.kernels.lookahead import MOST_GUESSES
 from ziggurat.residency.config_errors import explain
 from ziggurat.residency.errors import ConfigError
 from ziggurat.residency.sizes import Size, shorten
@@ -240,11 +241,6 @@ class PolicyConfig(_Section):
     host_floor: Annotated[int, Field(ge=0, le=100)] | None = None
     prefetch: Annotated[tuple[str, ...], BeforeValidator(_read_prefetch)] = ()
 
-    @property
-    def host_floor_part(self) -> float | None:
-        """`host_floor` as a part of an equal share, 0 to 1."""
-        return None if self.host_floor is None else self.host_floor / 100
-
 
 class MissConfig(_Section):
     """What happens to a routed expert that is not in the pool when its layer runs."""
@@ -253,6 +249,7 @@ class MissConfig(_Section):
     max_replays: Annotated[int, Field(ge=0, le=64)] = 2
     then: Literal["exact"] = "exact"
     tolerance: Annotated[int, Field(ge=0)] = 0
+    lookahead: Annotated[int, Field(ge=0, le=MOST_GUESSES)] = 0
 
 
 class HeatConfig(_Section):

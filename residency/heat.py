@@ -16,6 +16,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from ziggurat.stores.packformat import PackHeader
+
 HEAT_VERSION = 1
 HALF_LIFE_STEPS = 1024.0
 _FORGOTTEN = 1e-9  # decayed below any influence; counts as never routed to
@@ -32,6 +34,16 @@ class HeatKey:
     experts: int
     hidden: int
     intermediate: int
+
+    @classmethod
+    def of(cls, header: PackHeader) -> HeatKey:
+        """Of the rows of a pack."""
+        h = header
+        return cls(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
+
+    def filename_of(self, header: PackHeader) -> str:
+        """The file of a pack's rank."""
+        return self.filename(header.tp_rank, header.tp_size)
 
     def filename(self, tp_rank: int, tp_size: int) -> str:
         """One file per rank, so that ranks never write over each other."""

@@ -30,8 +30,10 @@ from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.geometry_check import check_geometry
 from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
+from ziggurat.residency.host_policy import host_policy
+from ziggurat.residency.inline.ahead import LookingAhead
 from ziggurat.residency.inline.cache import InlineCache
-from ziggurat.residency.inline.choice import MappedArena, choose
+from ziggurat.residency.inline.choice import MappedArena, check_lookahead, choose
 from ziggurat.residency.inline.churn import ArenaChurn
 from ziggurat.residency.inline.layers import InlineLayers
 from ziggurat.residency.inline.parts import Hooks, Inline
@@ -48,7 +50,7 @@ from ziggurat.residency.passes import (
     StepTokens,
 )
 from ziggurat.residency.policies.base import PolicySettings
-from ziggurat.residency.policies.registry import host_settings, make_host_policy, make_policy
+from ziggurat.residency.policies.registry import make_policy
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.slots import SlotPool, SlotTable
@@ -138,7 +140,10 @@ class ExpertService:
         self._pack = pack
         self._arena = arena
         self._ring = ring
-        self._heat_key, self._heat_path = _heat_file(pack, heat_folder)
+        self._heat_key = HeatKey.of(pack.header)
+        self._heat_path = (
+            None if heat_folder is None else heat_folder / self._heat_key.filename_of(pack.header)
+        )
         self._state: PassState | None = None
         self._in_step = False
         self._closed = False
@@ -158,13 +163,11 @@ class ExpertService:
             whole_pool=pool.slots >= geometry.rows,
             consensus=consensus,
         )
+        check_lookahead(config.miss.lookahead, self.choice, whole_pool=pool.slots >= geometry.rows)
         kind = InlineCache if self.choice.serving == "inline" else HostCache
-        host_policy = make_host_policy(
-            config.policy.host,
-            host_settings(geometry.layers, geometry.experts, geometry.top_k),
-            floor=config.policy.host_floor_part,
+        self.cache = kind(
+            pack, arena, host_policy(config.policy, geometry), experts=geometry.experts, staging=readers
         )
-        self.cache = kind(pack, arena, host_policy, experts=geometry.experts, staging=readers)
         self._fetcher = Fetcher(self.slots, self.cache)
         direct = open_direct(
             config.tiers.device.direct_layers, geometry, kernels, mapped, self.cache, pool.device
@@ -204,6 +207,7 @@ class ExpertService:
                     lambda report: self._account.filled(report, "pool"),
                 ),
                 direct,
+                config.miss.lookahead > 0,
             )
             self._layers, self._runner = self._inline.layers, self._inline.runner
         else:
@@ -220,6 +224,7 @@ class ExpertService:
             self._runner = StepRunner(
                 geometry, self.slots, self._fetcher, consensus, settings, self._layers, self._arm
             )
+        self.lookahead = LookingAhead(self._layers)  # whose guesses are fetched (`miss.lookahead`)
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
         self._account.serving(self.choice.serving)
         self._account.direct(len(self._direct_keys))
@@ -494,9 +499,3 @@ def _order(slots: int, seed: int | None) -> list[int]:
     if seed is not None:
         random.Random(seed).shuffle(order)
     return order
-
-
-def _heat_file(pack: RowPack, folder: Path | None) -> tuple[HeatKey, Path | None]:
-    h = pack.header
-    key = HeatKey(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
-    return key, None if folder is None else folder / key.filename(h.tp_rank, h.tp_size)

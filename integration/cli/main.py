@@ -12,6 +12,7 @@ from ziggurat.integration.cli import (
     doctor,
     packs,
     plan,
+    portable,
     replay,
     report,
     serve,
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for module in (plan, doctor, packs, serve, replay, simulate, trace, bench, top, report):
+for module in (plan, doctor, packs, portable, serve, replay, simulate, trace, bench, top, report):
     module.register(app)
 
 
