@@ -30,7 +30,7 @@ PAGES = (
     README,
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("benchmarks", "metrics", "performance", "policies", "sizing")
+        for name in ("benchmarks", "host_tier", "metrics", "performance", "policies", "sizing")
     ),
 )
 _RESULTS = re.compile(
@@ -171,6 +171,7 @@ RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "admission_policy": lambda result: study_tables.admission_policy(result, markdown),
     "lookahead": lambda result: study_tables.lookahead(result, markdown),
     "policies": policies,
+    "host_policies": lambda result: policy_tables.host_policies(result, markdown, _origin),
 }
 
 GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]] = {

@@ -324,12 +324,8 @@ class ExpertService:
             arena_order = []
         self._account.fetches()
         self._account.gauges(with_heat=True)
-        return WarmStart(
-            len(outcome.arrived),
-            min(len(arena_order), self.cache.capacity),
-            note,
-            tuple(outcome.faults),
-        )
+        filling = min(len(arena_order), self.cache.capacity)
+        return WarmStart(len(outcome.arrived), filling, note, tuple(outcome.faults))
 
     def resize(self, slots: int, *, slot_seed: int | None = None) -> None:
         """Go on with an empty pool that uses `slots` of its slots; the others stay allocated and are left alone.
