@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from ziggurat.residency.device_layer import LateCounts
 from ziggurat.residency.fetch import SOURCES, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.heat import HeatMap
 from ziggurat.residency.host_cache import FillReport, HostCache
 from ziggurat.residency.inline.choice import SERVINGS, Serving
 from ziggurat.residency.inline.layers import InlineCounts
+from ziggurat.residency.late_passes import LateCounts
 from ziggurat.residency.layer_figures import set_heat
 from ziggurat.residency.metrics import MetricWriter, TierMetrics
+from ziggurat.residency.pack_books import PackBooks
 from ziggurat.residency.passes import StepResult, StepState
 from ziggurat.residency.slots import ABSENT, SlotPool
 
@@ -48,6 +49,7 @@ class Account:
         self._evicted = {"pool": 0, "arena": 0}
         self._waits = 0
         self._ahead_used = 0
+        self._pack = PackBooks(cache)
         fetcher.on_depth = self._fetching
         self._inline = InlineCounts.of(geometry.layers)
         self._booked = InlineCounts.of(geometry.layers)
@@ -80,9 +82,7 @@ class Account:
         """Book steps of one pass that nobody waited for."""
         behind = self._metrics.behind
         add = behind.add
-        steps, pairs = len(late.pairs), int(late.pairs.sum())
-        missed = 0 if late.missed is None else int(late.missed.sum())
-        fetched = 0 if late.missed is None else int(np.count_nonzero(late.missed))
+        steps, pairs, missed, fetched = late.steps, int(late.pairs.sum()), late.missed, late.fetching
         with behind.writing():
             add("ziggurat_routed_pairs_total", pairs)
             add("ziggurat_hit_pairs_total", pairs - missed)
@@ -97,6 +97,7 @@ class Account:
             behind.observe("ziggurat_step_passes", [1.0] * steps)
             self._add_inline(behind)
             self._add_evictions(behind)
+            self._pack.book(behind)
             self._set_gauges(behind, with_heat=True)
 
     def serving(self, chosen: Serving) -> None:
@@ -127,6 +128,7 @@ class Account:
             add("ziggurat_verification_failures_total", sum(fault.verification for fault in report.faults))
             add("ziggurat_tier_hits_total", report.read, "pack")
             add("ziggurat_tier_misses_total", len(report.faults), "pack")
+            self._pack.book(behind)
             self._set_tier(behind, "arena", self._cache.capacity, self._cache.used)
 
     def read_ahead(self, by: str, rows: int) -> None:
@@ -194,6 +196,7 @@ class Account:
             self._metrics.add_layers("ziggurat_layer_fetched_rows_total", by_layer)
         inline = self._add_inline(self._metrics)
         self._add_evictions(self._metrics)
+        self._pack.book(self._metrics)
         return inline + sum(tally.rows.values())
 
     def _add_inline(self, writer: MetricWriter) -> int:

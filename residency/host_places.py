@@ -16,6 +16,7 @@ from ziggurat.residency.policies.base import EvictionPolicy
 from ziggurat.residency.ports import RowArena, RowPack
 from ziggurat.residency.runtime_errors import HostCacheError
 from ziggurat.residency.staging_places import StagingPlaces
+from ziggurat.stores.counts import PackCounts
 
 
 class HostPlaces:
@@ -67,6 +68,10 @@ class HostPlaces:
     def used(self) -> int:
         """Findable rows."""
         return len(self._place_of)
+
+    def pack_counts(self) -> PackCounts:
+        """What reads of the pack met so far."""
+        return self._pack.counts()
 
     @property
     def replaceable(self) -> bool:
