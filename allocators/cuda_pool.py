@@ -100,6 +100,11 @@ class CudaPool:
         if self._under_way:
             self._under_way[-1][0].hold_current()
 
+    def pending(self) -> int:
+        """How many of the latest writes may still be on their way; no host wait."""
+        self._forget_passed()
+        return len(self._under_way)
+
     def drain(self) -> None:
         if self._under_way:
             self._under_way[-1][0].wait()

@@ -30,7 +30,7 @@ PAGES = (
     README,
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("benchmarks", "metrics", "performance", "policies", "sizing", "stores")
+        for name in ("benchmarks", "host_tier", "metrics", "performance", "policies", "sizing", "stores")
     ),
 )
 _RESULTS = re.compile(
@@ -201,6 +201,7 @@ RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "admission_policy": lambda result: study_tables.admission_policy(result, markdown),
     "lookahead": lambda result: study_tables.lookahead(result, markdown),
     "policies": policies,
+    "host_policies": lambda result: policy_tables.host_policies(result, markdown, _origin),
     "host_cost": lambda result: inline_tables.host_cost(result, markdown, _origin(result)),
 }
 

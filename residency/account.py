@@ -48,6 +48,7 @@ class Account:
         self._steps = 0
         self._evicted = {"pool": 0, "arena": 0}
         self._waits = 0
+        self._ahead_used = 0
         self._pack = PackBooks(cache)
         fetcher.on_depth = self._fetching
         self._inline = InlineCounts.of(geometry.layers)
@@ -114,11 +115,13 @@ class Account:
         with self._metrics.writing():
             self._add_fetches()
 
-    def filled(self, report: FillReport) -> None:
-        """Book what the background thread read into the arena."""
+    def filled(self, report: FillReport, by: str | None = None) -> None:
+        """Book what was read into the arena. by: for what reason, of READ_AHEAD, if nobody waited for it."""
         behind = self._metrics.behind
         add = behind.add
         with behind.writing():
+            if by is not None:
+                add("ziggurat_read_ahead_rows_total", report.read, by)
             add("ziggurat_fetched_rows_total", report.read, "pack", "arena")
             add("ziggurat_fetched_bytes_total", report.read * self._cache.stride, "pack", "arena")
             add("ziggurat_io_errors_total", len(report.faults))
@@ -127,6 +130,12 @@ class Account:
             add("ziggurat_tier_misses_total", len(report.faults), "pack")
             self._pack.book(behind)
             self._set_tier(behind, "arena", self._cache.capacity, self._cache.used)
+
+    def read_ahead(self, by: str, rows: int) -> None:
+        """Book rows that were read early and not into the arena."""
+        behind = self._metrics.behind
+        with behind.writing():
+            behind.add("ziggurat_read_ahead_rows_total", rows, by)
 
     def direct(self, rows: int) -> None:
         """Rows that are read in place."""
@@ -213,6 +222,8 @@ class Account:
         for tier, evicted in (("pool", self._slots.evictions), ("arena", self._cache.evictions)):
             add("ziggurat_evictions_total", evicted - self._evicted[tier], tier)
             self._evicted[tier] = evicted
+        add("ziggurat_read_ahead_used_rows_total", self._cache.ahead_used - self._ahead_used)
+        self._ahead_used = self._cache.ahead_used
         add("ziggurat_arena_waits_total", self._cache.waits - self._waits)
         self._waits = self._cache.waits
 

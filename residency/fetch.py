@@ -67,6 +67,7 @@ class Fetcher:
         self._tally = FetchTally()
         self._copying: list[tuple[RowPool, RowBatch]] = []
         self.seconds = 0.0  # spent in `fetch` and `stage` in all
+        self.upcoming: Callable[[Sequence[int]], None] = lambda keys: None  # hears what a scan comes to next
         self.on_depth: Callable[[int], None] = lambda rows: None  # hears how many rows are being fetched
 
     def take_tally(self) -> FetchTally:
@@ -138,6 +139,7 @@ class Fetcher:
         slots = {key: i for i, key in enumerate(keys)}
         faults: list[RowFault] = []
         wanted = dict.fromkeys(keys, 0.0)
+        self._settle_passed()
         with self._at_work(len(keys)):
             for batch in self._cache.rows(wanted, epoch=epoch, reclaim=self.drain):
                 self._copy(batch, slots, memory)
@@ -160,6 +162,23 @@ class Fetcher:
             memory.drain()
         self.arrived()
         return True
+
+    def _settle_passed(self) -> None:
+        """Give back the places of copies that are known to be complete, without waiting for any."""
+        left: list[tuple[RowPool, RowBatch]] = []
+        under_way: dict[int, int] = {}
+        for memory, batch in reversed(self._copying):  # the latest are those under way
+            pending = getattr(memory, "pending", None)
+            if pending is None:
+                left.append((memory, batch))
+                continue
+            more = under_way.setdefault(id(memory), pending())
+            if more:
+                under_way[id(memory)] = more - 1
+                left.append((memory, batch))
+            else:
+                self._cache.settle(batch)
+        self._copying = left[::-1]
 
     def arrived(self) -> None:
         """The caller has waited for work that is queued behind all copies so far: their places are free again."""

@@ -1,163 +1,32 @@
 """The host arena as a cache over the pack.
 
-A place of the arena holds one row. Most places are cache: a key is found there until another row needs the place.
-A few places are staging: rows that may not displace anything pass through them, and the place is free again as soon
-as the row has been copied on. Three rules hold whatever happens:
+Three rules hold whatever happens to its places (`ziggurat.residency.host_places`):
 
 * a key is findable only after its bytes arrived and were verified, so a failed read never becomes a hit;
 * rows that only a scan wants (weight 0) fill free places and never evict, nor is anything evicted that was fixed;
+  until somebody uses them they give way to rows that are hotter;
 * a place that a step in flight may still read is not written to before that step's epoch is closed.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from contextlib import contextmanager
 
-import torch
-
-from ziggurat.residency.policies.base import NO_IDS, EvictionPolicy
-from ziggurat.residency.ports import RowArena, RowPack
+from ziggurat.residency.host_places import HostPlaces
+from ziggurat.residency.host_rows import ArrivedRow, FillReport, Reservation, RowBatch, RowFault, Source
+from ziggurat.residency.policies.base import NO_IDS
 from ziggurat.residency.runtime_errors import HostCacheError
-from ziggurat.stores.counts import PackCounts
 from ziggurat.stores.pack import RowRequest
 
-Source = Literal["arena", "pack"]
+__all__ = ["ArrivedRow", "FillReport", "HostCache", "RowBatch", "RowFault", "Source"]
 
 
-@dataclass(frozen=True, slots=True)
-class ArrivedRow:
-    """A row in host memory. `row` (uint8 [stride]) is valid until its batch is settled.
+class HostCache(HostPlaces):
+    """Serves rows by key, from the arena or from the pack through it. Safe for one step and for threads that fill.
 
-    source: where it was found. seconds: time its read took (0 for a row the arena had).
+    arena: all its places belong to this object. policy: empty; holds the keys that can be found. See `HostPlaces`.
     """
-
-    key: int
-    row: torch.Tensor
-    source: Source
-    seconds: float
-    place: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowFault:
-    """A row that could not be read. verification: its bytes arrived but were wrong."""
-
-    key: int
-    reason: str
-    verification: bool
-
-
-@dataclass(slots=True)
-class RowBatch:
-    rows: list[ArrivedRow] = field(default_factory=list)
-    faults: list[RowFault] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class FillReport:
-    """What a background fill did. full: no free place was left, so filling is over."""
-
-    read: int = 0
-    faults: list[RowFault] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    full: bool = False
-
-
-@dataclass(slots=True)
-class _Reservation:
-    key: int
-    weight: float
-    place: int
-    cached: bool
-
-
-class HostCache:
-    """Serves rows by key, from the arena or from the pack through it. Safe for one step and one filling thread.
-
-    arena: all its places belong to this object. policy: empty; holds the keys that can be found. staging: how many
-    places never cache (at least 1; all of them if the arena has no more; none if the arena has a place for every row
-    of the pack and no more, since then every read has a place of its own). experts: per layer, to split keys.
-    """
-
-    def __init__(
-        self, pack: RowPack, arena: RowArena, policy: EvictionPolicy, *, experts: int, staging: int
-    ) -> None:
-        if arena.places < 1 or staging < 1:
-            raise HostCacheError(
-                f"an arena of {arena.places} places with {staging} for staging cannot hold a read in flight"
-            )
-        if arena.stride != pack.header.stride:
-            raise HostCacheError(f"arena stride {arena.stride} B, pack stride {pack.header.stride} B")
-        self.policy = policy
-        self.stride = arena.stride
-        rows = pack.header.layers * pack.header.experts
-        self.staging = min(staging, arena.places if arena.places < rows else arena.places - rows)
-        self.evictions = 0
-        self.waits = 0  # requests that found no place and had to wait for another thread or step
-        self._pack = pack
-        self._arena = arena
-        self._experts = experts
-        self._changed = threading.Condition()
-        self._place_of: dict[int, int] = {}
-        self._free = list(range(arena.places - 1, self.staging - 1, -1))
-        self._idle_staging = list(range(self.staging - 1, -1, -1))
-        self._fixed: set[int] = set()  # keys whose places are theirs for good; the policy does not know them
-        self._reading: set[int] = set()  # keys on their way into a cache place
-        self._readers: list[list[int]] = [[] for _ in range(arena.places)]  # epochs that may read a place
-        self._open_epochs: set[int] = set()
-        self._last_epoch = 0
-
-    @property
-    def capacity(self) -> int:
-        """Places that can hold findable rows."""
-        return self._arena.places - self.staging
-
-    @property
-    def used(self) -> int:
-        """Findable rows."""
-        return len(self._place_of)
-
-    def pack_counts(self) -> PackCounts:
-        """What reads of the pack met so far."""
-        return self._pack.counts()
-
-    def holds(self, key: int) -> bool:
-        """Whether the arena has the row of `key` right now."""
-        return key in self._place_of
-
-    # -- epochs ------------------------------------------------------------------------------------------------
-
-    def open_epoch(self) -> int:
-        """Start of a step. Places given out under this epoch stay untouched until it is closed or settled."""
-        with self._changed:
-            self._last_epoch += 1
-            self._open_epochs.add(self._last_epoch)
-            return self._last_epoch
-
-    def close_epoch(self, epoch: int) -> None:
-        """The step has finished: nothing that it started reads the arena any more."""
-        with self._changed:
-            self._open_epochs.discard(epoch)
-            self._changed.notify_all()
-
-    def settle(self, batch: RowBatch) -> None:
-        """The copies out of `batch` are complete, so its places need not wait for the end of the step."""
-        with self._changed:
-            for row in batch.rows:
-                if row.epoch in self._readers[row.place]:
-                    self._readers[row.place].remove(row.epoch)
-            self._changed.notify_all()
-
-    def advance(self, steps: int = 1) -> None:
-        """Steps of the model have passed."""
-        with self._changed:
-            self.policy.advance(steps)
-
-    # -- reading -----------------------------------------------------------------------------------------------
 
     def rows(
         self,
@@ -165,14 +34,16 @@ class HostCache:
         *,
         epoch: int,
         keep: bool = True,
+        insist: bool = False,
         reclaim: Callable[[], bool] = lambda: False,
     ) -> Generator[RowBatch, None, None]:
         """Every wanted row once, in batches, found ones first, then as reads complete.
 
-        wanted: key -> weight (0 = wanted by a scan only). keep=False: read without caching. A key whose read failed
-        is in a batch's `faults` and is not tried again here. Settle each batch before asking for the next one if
-        the copy out of it is complete by then; otherwise its places stay in use until the epoch closes, or until
-        `reclaim` settles what it can, which is called when places are short and returns whether it did anything.
+        wanted: key -> weight (0 = wanted by a scan only). keep=False: read without caching. insist: what only a scan
+        wants may evict, too; it leaves first all the same. A key whose read failed is in a batch's `faults` and is not
+        tried again here. Settle each batch before asking for the next one if the copy out of it is complete by then;
+        otherwise its places stay in use until the epoch closes, or until `reclaim` settles what it can, which is called
+        when places are short and returns whether it did anything.
 
         HostCacheError if every place is in use by the asking step itself.
         """
@@ -183,7 +54,7 @@ class HostCache:
                 yield found
             if not remaining:
                 return
-            plan = self._reserve(remaining, epoch, keep)
+            plan = self._reserve(remaining, epoch, keep, insist)
             if plan is None:
                 if not reclaim():
                     raise HostCacheError(
@@ -192,14 +63,15 @@ class HostCache:
                     )
                 continue
             if plan:
-                yield from self._read(plan, remaining, epoch)
+                with self._reading_for_a_step():
+                    yield from self._read(plan, remaining, epoch)
                 if remaining:
                     reclaim()
 
     def fill(self, wanted: Iterable[tuple[int, float]], limit: int) -> FillReport:
         """Read up to `limit` of the wanted (key, heat) rows that are not here yet into free places; for a
         background thread. Never evicts, never uses staging, never waits for a step."""
-        plan: list[_Reservation] = []
+        plan: list[Reservation] = []
         report = FillReport()
         with self._changed:
             for key, heat in wanted:
@@ -211,13 +83,68 @@ class HostCache:
                     report.full = True
                     break
                 self._reading.add(key)
-                plan.append(_Reservation(key, heat, self._free.pop(), cached=True))
-        unused: dict[int, float] = {item.key: 0.0 for item in plan}
-        for batch in self._read(plan, unused, epoch=0, seed=True) if plan else ():
-            report.read += len(batch.rows)
-            report.seconds += [row.seconds for row in batch.rows]
-            report.faults += batch.faults
-        return report
+                plan.append(Reservation(key, heat, self._free.pop()))
+        return self._read_ahead(plan, report)
+
+    def promote(
+        self,
+        wanted: Sequence[tuple[int, float]],
+        heat_of: Callable[[int], float],
+        limit: int,
+        *,
+        displaces_used: bool = True,
+    ) -> FillReport:
+        """Read up to `limit` of the wanted (key, heat) rows, hottest first, in the place of colder ones; for a
+        background thread. `full` in the report: not all of these found a place that may be written to by now.
+
+        displaces_used: whatever the policy would evict; otherwise the coldest of those that nobody has used since they
+        came, by their heat.
+        """
+        with self._changed:
+            self._rest()
+            absent = [
+                (key, heat) for key, heat in wanted if key not in self._place_of and key not in self._reading
+            ][:limit]
+            short = absent[len(self._free) + len(self._between()) :]
+            unused = [] if displaces_used else self._coldest_unused(len(short), heat_of)
+            for _, heat in short:
+                victim = self.policy.victim(self._busy()) if displaces_used else next(iter(unused), None)
+                if victim is None or heat_of(victim) >= heat:
+                    break
+                del unused[:1]
+                self._retire(victim)
+            self._rest()
+        return self.fill(absent, limit)
+
+    def read_early(self, keys: Iterable[int], spare: int) -> FillReport:
+        """Read rows that a scan is about to ask for into idle staging places, all but `spare` of them; for a
+        background thread. They wait there until they are asked for, or the place is, or `forget_early`."""
+        plan: list[Reservation] = []
+        report = FillReport()
+        with self._changed:
+            idle = self._staging.idle(self.quiet)
+            for key in keys:
+                if key in self._place_of or key in self._reading or key in self._staging:
+                    continue
+                place = self._staging.take(self.quiet, give_up=False) if idle > spare else None
+                if place is None:
+                    report.full = True
+                    break
+                idle -= 1
+                self._reading.add(key)
+                plan.append(Reservation(key, 0.0, place, "early"))
+        return self._read_ahead(plan, report)
+
+    def forget_early(self) -> None:
+        """Nobody will ask for the rows that wait."""
+        with self._changed:
+            self._staging.clear()
+            self._changed.notify_all()
+
+    def wait_until_idle(self, stopped: Callable[[], bool]) -> None:
+        """Until no step reads from the pack, or `stopped` says so; see `wake`."""
+        with self._changed:
+            self._changed.wait_for(lambda: stopped() or not self._foreground)
 
     def fix(self, keys: Sequence[int]) -> dict[int, int]:
         """Read rows that stay where they are for good; before anything else has used the cache. Their places.
@@ -230,7 +157,7 @@ class HostCache:
                     f"{len(keys)} rows want a place for good, and the host arena has {len(self._free)} beside those"
                     " for reads in flight; raise tiers.host.size, or take layers out of tiers.device.direct_layers"
                 )
-            plan = [_Reservation(key, 0.0, self._free.pop(), cached=True) for key in keys]
+            plan = [Reservation(key, 0.0, self._free.pop()) for key in keys]
             self._fixed.update(keys)
             self._reading.update(keys)
         faults: list[RowFault] = []
@@ -244,20 +171,24 @@ class HostCache:
             )
         return {item.key: item.place for item in plan}
 
-    def check(self) -> None:
-        """HostCacheError unless every place has exactly one role, with no read in progress. For tests."""
+    @contextmanager
+    def _reading_for_a_step(self) -> Iterator[None]:
         with self._changed:
-            roles = [*self._free, *self._idle_staging, *self._place_of.values(), *self._between()]
-            if sorted(roles) != list(range(self._arena.places)) or self._reading:
-                raise HostCacheError(
-                    f"places {sorted(roles)} have a role, rows {self._reading} are being read"
-                )
-            if set(self.policy.order()) != set(self._place_of) - self._fixed:
-                raise HostCacheError("the policy holds other keys than can be found")
+            self._foreground += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._foreground -= 1
+                self._changed.notify_all()
 
-    def _between(self) -> list[int]:
-        """Places that hold no row and may not be written to yet."""
-        return []
+    def _read_ahead(self, plan: Sequence[Reservation], report: FillReport) -> FillReport:
+        unused: dict[int, float] = {item.key: 0.0 for item in plan}
+        for batch in self._read(plan, unused, epoch=0, seed=True) if plan else ():
+            report.read += len(batch.rows)
+            report.seconds += [row.seconds for row in batch.rows]
+            report.faults += batch.faults
+        return report
 
     def _find(self, remaining: dict[int, float], epoch: int) -> RowBatch:
         batch = RowBatch()
@@ -268,22 +199,18 @@ class HostCache:
                 weight = remaining.pop(key)
                 if key not in self._fixed:
                     self.policy.touch(key, weight)
+                    if weight > 0.0:
+                        self._used(key)
                 batch.rows.append(self._arrived(key, place, "arena", 0.0, epoch))
+            for key in [key for key in remaining if key in self._staging]:
+                del remaining[key]
+                self.ahead_used += 1
+                batch.rows.append(self._arrived(key, self._staging.find(key), "pack", 0.0, epoch))
         return batch
 
-    def _layer_of(self, keys: Iterable[int]) -> int:
-        """The layer that keys are of; the last one of the model if they are of several, since a step begins anew when
-        these are there."""
-        layers = {key // self._experts for key in keys}
-        return layers.pop() if len(layers) == 1 else self._pack.header.layers - 1
-
-    def _arrived(self, key: int, place: int, source: Source, seconds: float, epoch: int) -> ArrivedRow:
-        readers = self._readers[place]
-        readers[:] = [open_one for open_one in readers if open_one in self._open_epochs]
-        readers.append(epoch)
-        return ArrivedRow(key, self._arena.tensor[place], source, seconds, place, epoch)
-
-    def _reserve(self, remaining: Mapping[int, float], epoch: int, keep: bool) -> list[_Reservation] | None:
+    def _reserve(
+        self, remaining: Mapping[int, float], epoch: int, keep: bool, insist: bool
+    ) -> list[Reservation] | None:
         """Places for as many of the remaining keys as there is room for; waits if there is none right now.
 
         Empty if another thread has brought a remaining key in the meantime; None if only the asking step itself
@@ -292,11 +219,11 @@ class HostCache:
         waited = False
         with self._changed:
             while True:
-                plan = self._plan(remaining, keep)
-                self._reading.update(item.key for item in plan if item.cached)
+                plan = self._plan(remaining, keep, insist)
+                self._reading.update(item.key for item in plan if item.role == "cache")
                 if plan:
                     return plan
-                if any(key in self._place_of for key in remaining):
+                if any(key in self._place_of or key in self._staging for key in remaining):
                     return []
                 if not self._reading and self._open_epochs <= {epoch}:
                     return None
@@ -306,61 +233,15 @@ class HostCache:
                     self._changed.notify_all()
                 self._changed.wait()
 
-    def _victim(self) -> int | None:
-        """A key whose place may be written to at once."""
-        return self.policy.victim(_InFlight(self))
-
-    def _bind(self, key: int, place: int) -> None:
-        """The row of `key` is in `place` from now on."""
-        self._place_of[key] = place
-
-    def _unbind(self, key: int) -> int:
-        """Evict a key; its place."""
-        self.policy.remove(key)
-        self.evictions += 1
-        return self._place_of.pop(key)
-
-    def _plan(self, remaining: Mapping[int, float], keep: bool) -> list[_Reservation]:
-        """Places for remaining keys, in their order, as far as there are any.
-
-        Whoever may evict is asked until there is nothing to evict, and then no more: that answer may take a look at
-        every row in flight, and it is the same for the keys that follow.
-        """
-        plan: list[_Reservation] = []
-        caches = keep or not self.staging
-        evicts = caches
-        staging = [place for place in self._idle_staging if self.quiet(place)]
-        for key, weight in remaining.items():
-            if key in self._reading or key in self._place_of:  # brought by another thread since we looked
-                continue
-            place = self._free.pop() if caches and self._free else None
-            if place is None and evicts and weight > 0.0:
-                victim = self._victim()
-                if victim is None:
-                    evicts = False
-                else:
-                    place = self._unbind(victim)
-            if place is not None:
-                plan.append(_Reservation(key, weight, place, cached=True))
-            elif staging:
-                place = staging.pop()
-                self._idle_staging.remove(place)
-                plan.append(_Reservation(key, weight, place, cached=False))
-            elif not evicts:
-                break
-        return plan
-
-    def quiet(self, place: int) -> bool:
-        """No step in flight may read the place."""
-        return self._open_epochs.isdisjoint(self._readers[place])
-
     def _read(
-        self, plan: Sequence[_Reservation], remaining: dict[int, float], epoch: int, *, seed: bool = False
+        self, plan: Sequence[Reservation], remaining: dict[int, float], epoch: int, *, seed: bool = False
     ) -> Iterator[RowBatch]:
         arrived: set[int] = set()
         pending = {item.key for item in plan}
         requests = [
-            RowRequest(*divmod(item.key, self._experts), self._arena.view(item.place), sole=item.cached)
+            RowRequest(
+                *divmod(item.key, self._experts), self._arena.view(item.place), sole=item.role == "cache"
+            )
             for item in plan
         ]
         places = {item.key: item.place for item in plan}
@@ -389,34 +270,3 @@ class HostCache:
                 self._changed.notify_all()
         if pending:
             raise HostCacheError(f"the pack reported no result for rows {sorted(pending)}")
-
-    def _publish(self, item: _Reservation, seed: bool) -> None:
-        if not item.cached:
-            self._idle_staging.append(item.place)
-            return
-        self._reading.discard(item.key)
-        self._bind(item.key, item.place)
-        if item.key in self._fixed:
-            return
-        if seed:
-            self.policy.seed(item.key, item.weight)
-        else:
-            self.policy.insert(item.key, item.weight)
-
-    def _release(self, item: _Reservation) -> None:
-        if item.cached:
-            self._reading.discard(item.key)
-            self._free.append(item.place)
-        else:
-            self._idle_staging.append(item.place)
-
-
-class _InFlight:
-    """The keys whose place a step in flight may read, as the container that a policy asks."""
-
-    def __init__(self, cache: HostCache) -> None:
-        self._cache = cache
-
-    def __contains__(self, key: object) -> bool:
-        assert isinstance(key, int)
-        return not self._cache.quiet(self._cache._place_of[key])

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from ziggurat.residency.config import PolicyConfig
 from ziggurat.residency.geometry import ServiceGeometry
-from ziggurat.residency.policies.base import EvictionPolicy, PolicySettings
-from ziggurat.residency.policies.registry import host_half_life, make_host_policy
+from ziggurat.residency.policies.base import EvictionPolicy
+from ziggurat.residency.policies.registry import host_settings, make_host_policy
 
 
 def host_policy(config: PolicyConfig, geometry: ServiceGeometry) -> EvictionPolicy:
     """Of an arena below a pool of these layers."""
-    half_life = host_half_life(geometry.experts, geometry.top_k)
     percent = config.host_floor
     return make_host_policy(
         config.host,
-        PolicySettings(half_life, geometry.layers, geometry.experts),
+        host_settings(geometry.layers, geometry.experts, geometry.top_k),
         floor=None if percent is None else percent / 100,
     )

@@ -63,6 +63,7 @@ _TIER = ("tier", ("pool", "arena"))
 _LADDER = (("tier", ("pool", "arena", "pack")),)
 _ROUTE = (("source", ("arena", "pack")), ("target", ("pool", "arena", "staging")))
 _SOURCE = (("source", ("arena", "pack")),)
+READ_AHEAD = ("start", "heat", "pool", "layers")
 PHASES = ("prefill", "decode", "untold")
 WRITTEN_BACK = ("yes", "no")
 STEP_PARTS = ("first_pass", "repeated_passes", "fetch")
@@ -173,6 +174,15 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("ziggurat_fetching_rows", "gauge", "Rows that the host is bringing at this moment"),
     MetricSpec(
         "ziggurat_arena_waits_total", "counter", "Requests that found no place in the arena and had to wait"
+    ),
+    MetricSpec(
+        "ziggurat_read_ahead_rows_total",
+        "counter",
+        "Rows read before anybody asked: at the start, by heat, for having left the pool, ahead of a long prompt",
+        labels=(("by", READ_AHEAD),),
+    ),
+    MetricSpec(
+        "ziggurat_read_ahead_used_rows_total", "counter", "Those of them that somebody asked for then"
     ),
     MetricSpec(
         "ziggurat_inline_rows_total",

@@ -16,7 +16,7 @@ from ziggurat.allocators.errors import AllocatorError
 from ziggurat.allocators.pageable import PageableArena
 from ziggurat.kernels.cpu import moe as cpu_ops
 from ziggurat.residency.account import Account
-from ziggurat.residency.background import BackgroundThread
+from ziggurat.residency.ahead import ReadingAhead
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, NoConsensus
 from ziggurat.residency.describe import describe_service
@@ -51,7 +51,6 @@ from ziggurat.residency.passes import (
 from ziggurat.residency.policies.base import PolicySettings
 from ziggurat.residency.policies.registry import make_policy
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
-from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.slots import SlotPool, SlotTable, slot_order
 from ziggurat.residency.step import MissSettings, StepRunner
@@ -140,7 +139,6 @@ class ExpertService:
         self._pack = pack
         self._arena = arena
         self._ring = ring
-        self._readers = readers
         self._heat_key = HeatKey.of(pack.header)
         self._heat_path = (
             None if heat_folder is None else heat_folder / self._heat_key.filename_of(pack.header)
@@ -151,7 +149,6 @@ class ExpertService:
         self._late_epoch: int | None = None  # of the step before, if its copies were not known to be complete
         self._steps = 0
         self._logged: set[str] = set()
-        self._preheater: Preheater | None = None
 
         table = SlotTable(geometry.layers, geometry.experts, pool.slots, codec.name)
         eviction = config.policy.eviction
@@ -202,7 +199,12 @@ class ExpertService:
                 settings,
                 self.heat,
                 readers,
-                Hooks(self._arm, self.collect, lambda report: self._account.filled(report)),
+                Hooks(
+                    self._arm,
+                    self.collect,
+                    lambda report: self._account.filled(report),
+                    lambda report: self._account.filled(report, "pool"),
+                ),
                 direct,
                 config.miss.lookahead > 0,
             )
@@ -225,6 +227,8 @@ class ExpertService:
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
         self._account.serving(self.choice.serving)
         self._account.direct(len(self._direct_keys))
+        self._ahead = ReadingAhead(self.cache, self.slots, self.heat, self._account, batch=readers)
+        self._fetcher.upcoming = self._ahead.upcoming
         if self._inline is not None:
             self._account.follow(self._inline.layers.counts)
         self._account.gauges(with_heat=True)
@@ -319,20 +323,13 @@ class ExpertService:
         if self._inline is not None:
             self._inline.hand_over()
         if self.slots.slots < self.geometry.rows and arena_order and self.cache.capacity:
-            if self._preheater is not None:
-                self._preheater.close()
-            self._preheater = Preheater(self.cache, arena_order, self._readers, self._account.filled)
-            self._preheater.start()
+            self._ahead.preheat(arena_order)
         else:
             arena_order = []
         self._account.fetches()
         self._account.gauges(with_heat=True)
-        return WarmStart(
-            len(outcome.arrived),
-            min(len(arena_order), self.cache.capacity),
-            note,
-            tuple(outcome.faults),
-        )
+        filling = min(len(arena_order), self.cache.capacity)
+        return WarmStart(len(outcome.arrived), filling, note, tuple(outcome.faults))
 
     def resize(self, slots: int, *, slot_seed: int | None = None) -> None:
         """Go on with an empty pool that uses `slots` of its slots; the others stay allocated and are left alone.
@@ -352,7 +349,7 @@ class ExpertService:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, no background work is in progress or begins: for graph capture."""
-        threads: list[BackgroundThread] = [] if self._preheater is None else [self._preheater]
+        threads = self._ahead.threads
         if self._inline is not None:
             threads.append(self._inline.promoter)
         with self._books, ExitStack() as stack:
@@ -371,8 +368,7 @@ class ExpertService:
 
     def preheated(self) -> None:
         """Wait until the background thread has filled the arena as far as it can."""
-        if self._preheater is not None:
-            self._preheater.wait()
+        self._ahead.preheated()
 
     def save_heat(self) -> HeatNote:
         """Write the heat file now. A disk that refuses it is logged once, and is no error."""
@@ -391,6 +387,7 @@ class ExpertService:
                 self._policies_late += late.steps
                 self.heat.add_steps(late.pairs, late.steps)
                 self._account.late_steps(late)
+                self._ahead.passed(late.steps)
 
     def _save_heat(self) -> HeatNote:
         if self._heat_path is None:
@@ -406,8 +403,7 @@ class ExpertService:
         if self._closed:
             return
         self._closed = True
-        if self._preheater is not None:
-            self._preheater.close()
+        self._ahead.close()
         self._late_books.close()
         self._give_up_device()
         if self._inline is not None:
@@ -453,6 +449,7 @@ class ExpertService:
             self._account.step(step, result)
         self.slots.policy.advance(passed)
         self.cache.advance(passed)
+        self._ahead.passed(1)
         if self._steps % self._config.heat.save_every_steps == 0:
             self._save_heat()
 

@@ -1,8 +1,8 @@
 """Eviction policies on routing traces: python bench/policies/run.py [--traces FOLDER].
 
-Writes bench/results/policies.json. The committed trace is split by text: constants of `next-use` were chosen on its
-first half. Traces of other models are read from a folder, since their licences do not let them be committed; without
-it they are left out.
+Writes bench/results/policies.json, and host_policies.json of arenas below a pool. The committed trace is split by text:
+constants of `next-use` were chosen on its first half. Traces of other models are read from a folder, since their
+licences do not let them be committed; without it they are left out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -78,18 +78,23 @@ def main(arguments: Sequence[str]) -> int:
         content["device"] = device_sweep(options.traces, options.sequences)
     if "prompts" in options.parts:
         content["prompts"] = prompts(options.sequences)
+    below: dict[str, Any] = {}
     if "host" in options.parts:
-        content["host"] = host_study(options.traces, options.sequences)
+        below["arenas"] = host_study(options.traces, options.sequences)
     if "scans" in options.parts:
-        content["host_scans"] = host.scans(_demo(options.sequences), min(4, options.sequences or 4))
+        below["scans"] = host.scans(_demo(options.sequences), min(4, options.sequences or 4))
     origin = provenance(["bench/policies/run.py", *arguments], at=options.commit)
-    path = options.results / "policies.json"
-    so_far = read_json(path)
-    write_json(
-        path,
-        {**so_far, **content, "origins": {**so_far.get("origins", {}), **dict.fromkeys(content, origin)}},
-    )
+    for name, found in (("policies", content), ("host_policies", below)):
+        if found:
+            _update(options.results / f"{name}.json", found, origin)
     return 0
+
+
+def _update(path: Path, content: Mapping[str, Any], origin: Mapping[str, Any]) -> None:
+    """Replace parts of a result file, each with its origin."""
+    so_far = read_json(path)
+    origins = {**so_far.get("origins", {}), **dict.fromkeys(content, origin)}
+    write_json(path, {**so_far, **content, "origins": origins})
 
 
 def grid(folder: Path | None, sequences: int | None) -> dict[str, Any]:

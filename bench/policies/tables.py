@@ -1,4 +1,4 @@
-"""Renders bench/results/policies.json for docs/policies.md."""
+"""Renders bench/results/policies.json for docs/policies.md, and host_policies.json for docs/host_tier.md."""
 
 from __future__ import annotations
 
@@ -35,12 +35,6 @@ def policies(
     if "device" in result:
         parts += ["### Constants of the device's policy\n", device(result["device"], markdown)]
         parts.append(f"{origin(result['origins']['device'])}\n")
-    if "host" in result:
-        parts += ["### Policies of the arena\n", host(result["host"], markdown)]
-        parts.append(f"{origin(result['origins']['host'])}\n")
-    if "host_scans" in result:
-        parts += ["Prompts beside decoding, in the arena:\n", host_scans(result["host_scans"], markdown)]
-        parts.append(f"{origin(result['origins']['host_scans'])}\n")
     parts += ["### Speed of the simulator\n", speed(result["pairs_per_second"], markdown)]
     return "\n".join(parts)
 
@@ -122,6 +116,16 @@ def device(lines: Sequence[Mapping[str, Any]], markdown: Markdown) -> str:
 def speed(found: Mapping[str, int], markdown: Markdown) -> str:
     rows = [[f"`{name}`", f"{found[name] / 1000:.0f} k"] for name in _ORDER if name in found]
     return markdown(["policy", "routed pairs a second, one core"], rows)
+
+
+def host_policies(
+    result: Mapping[str, Any], markdown: Markdown, origin: Callable[[Mapping[str, Any]], str]
+) -> str:
+    """Arenas below a pool, then what prompts do to them."""
+    parts = [host(result["arenas"], markdown), f"{origin(result['origins']['arenas'])}\n"]
+    if "scans" in result:
+        parts += [host_scans(result["scans"], markdown), f"{origin(result['origins']['scans'])}\n"]
+    return "\n".join(parts)
 
 
 def host(lines: Sequence[Mapping[str, Any]], markdown: Markdown) -> str:

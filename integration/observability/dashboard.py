@@ -237,6 +237,15 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "ops",
                 ((f"sum by (tier) ({_rate('ziggurat_evictions_total')})", "{{tier}}"),),
             ),
+            Panel(
+                "Rows read ahead",
+                "timeseries",
+                "ops",
+                (
+                    (f"sum by (by) ({_rate('ziggurat_read_ahead_rows_total')})", "{{by}}"),
+                    (f"sum({_rate('ziggurat_read_ahead_used_rows_total')})", "used"),
+                ),
+            ),
         ),
     ),
     (

@@ -8,7 +8,7 @@ without it. Nobody waits for that: the place rests until then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,24 +86,26 @@ class InlineCache(HostCache):
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def touch(self, keys: Iterable[int]) -> None:
-        """Rows that a device has read; those that have left in the meantime are passed over."""
+    def touch(self, keys: Iterable[int], weights: Iterable[float]) -> None:
+        """Rows that a device has read, weight 0 for a prompt only; those that have left meanwhile are passed over."""
         with self._changed:
-            for key in keys:
+            for key, weight in zip(keys, weights, strict=True):
                 if key in self._place_of:
-                    self.policy.touch(key, 1.0)
+                    self.policy.touch(key, weight)
+                    if weight > 0.0:
+                        self._used(key)
 
     def bring(self, wanted: Mapping[int, float], *, epoch: int) -> Brought:
         """Read rows into the arena, evicting others, none of `wanted`; for the stepping thread, between passes.
 
-        wanted: key -> weight. Rows for which there is no place do not arrive; nor do those that cannot be read.
+        wanted: key -> weight; also what only a prompt wants (0) is brought, since the device can read it from nowhere
+        else, but it leaves first. Rows for which there is no place do not arrive; nor do those that cannot be read.
         """
         brought = Brought()
         with self._changed:
             self._kept = set(wanted)
         try:
-            heavy = {key: max(weight, 1.0) for key, weight in wanted.items()}
-            for batch in self.rows(heavy, epoch=epoch):
+            for batch in self.rows(wanted, epoch=epoch, insist=True):
                 self.settle(batch)
                 read = [row for row in batch.rows if row.source == "pack"]
                 brought.report.read += len(read)
@@ -126,24 +128,6 @@ class InlineCache(HostCache):
             self._rest()
         return left
 
-    def promote(
-        self, wanted: Sequence[tuple[int, float]], heat_of: Callable[[int], float], limit: int
-    ) -> FillReport:
-        """Read up to `limit` of the wanted (key, heat) rows, hottest first, in the place of colder ones; for a
-        background thread. `full` in the report: not all of these found a place that may be written to by now."""
-        with self._changed:
-            self._rest()
-            absent = [
-                (key, heat) for key, heat in wanted if key not in self._place_of and key not in self._reading
-            ][:limit]
-            for _, heat in absent[len(self._free) + len(self._resting) :]:
-                victim = self.policy.victim(_Busy(self))
-                if victim is None or heat_of(victim) >= heat:
-                    break
-                self._retire(victim)
-            self._rest()
-        return self.fill(absent, limit)
-
     def wait_for_place(self, stopped: Callable[[], bool]) -> None:
         """Until no place rests, or `stopped` says so; see `wake`."""
         with self._changed:
@@ -155,21 +139,14 @@ class InlineCache(HostCache):
             self._changed.wait_for(lambda: stopped() or self._last_epoch > last)
             return self._last_epoch
 
-    def wake(self) -> None:
-        """Have those who wait ask again."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def held(self) -> list[int]:
-        """Keys of all rows that can be found."""
-        with self._changed:
-            return list(self._place_of)
-
     # -- what HostCache asks -----------------------------------------------------------------------------------
 
     def _victim(self) -> int | None:
         """Nothing while passes run: what they may read cannot be written to, so a read goes through staging."""
-        return None if self._passes else self.policy.victim(_Busy(self))
+        return None if self._passes else super()._victim()
+
+    def _busy(self) -> Container[int]:
+        return _Busy(self)
 
     def _bind(self, key: int, place: int) -> None:
         super()._bind(key, place)

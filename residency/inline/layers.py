@@ -195,8 +195,8 @@ class InlineLayers:
         """Have rows read into the arena in the background, unless it has them."""
         self._want(key for key in keys if not self._cache.holds(key))
 
-    def _follow(self, events: Events) -> None:
-        """Bring the mirror of slots and the arena's order up to date."""
+    def _follow(self, events: Events, counted: Counted) -> None:
+        """Bring the mirror of slots and the arena's order up to date. counted: of the passes whose log that is."""
         admitted = events.admitted
         rows = int(np.count_nonzero(admitted))
         self.counts.rows += rows
@@ -207,7 +207,8 @@ class InlineLayers:
             self.counts.by_layer += np.bincount(layers, minlength=self._geometry.layers)
             self._slots.follow(keys, events.slots[admitted], evicted)
             if not self._cache.full:  # nothing is evicted from an arena that has all
-                self._cache.touch(keys.tolist())
+                steady: IntArray = counted.steady.reshape(-1)
+                self._cache.touch(keys.tolist(), map(float, steady[keys].tolist()))
                 self.promote(key for key in evicted.tolist() if key != ABSENT)
 
     @property
@@ -258,7 +259,7 @@ class InlineLayers:
         words = self._device.answer()
         self._finished()
         counted, events = self._device.parse(words), self._device.logged(words)
-        self._follow(events)
+        self._follow(events, counted)
         check_counted(self._geometry, counted.invalid)
         absent = events.keys[~events.admitted]
         steady = counted.steady.reshape(-1)[absent]
@@ -318,7 +319,7 @@ class InlineLayers:
             if one.epoch is not None:
                 self._cache.close_epoch(one.epoch)
         for events in logs:
-            self._follow(events)
+            self._follow(events, counted)
         self._check_sure(counted, logs)
         passes = sum(one.passes for one in copies)
         # A pass that raised on its way is none of these, but what it did is in the log.

@@ -31,11 +31,13 @@ from ziggurat.residency.streaming.ring import StagingRing
 @dataclass(frozen=True, slots=True)
 class Hooks:
     """What the parts tell their service. arm: the state of the pass that begins, None after the last. settle: book
-    deferred passes, waiting for them. filled: rows were read into the arena, in any thread."""
+    deferred passes, waiting for them. filled: rows were read into the arena, in any thread. promoted: the same of rows
+    that nobody waited for."""
 
     arm: Arm
     settle: Callable[[], None]
     filled: Callable[[FillReport], None]
+    promoted: Callable[[FillReport], None]
 
 
 class Inline:
@@ -78,7 +80,7 @@ class Inline:
         )
         streamed = StreamedLayers(geometry, kernels, slots.pool, fetcher, state, ring, direct)
         misses = slots.pool.slots < len(admitting) * geometry.experts
-        self.promoter = Promoter(cache, self._heat_of, batch, hooks.filled)
+        self.promoter = Promoter(cache, self._heat_of, batch, hooks.promoted)
         self.layers = InlineLayers(
             geometry,
             kernels,

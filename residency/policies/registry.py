@@ -40,7 +40,7 @@ _FACTORIES: dict[str, Callable[[PolicySettings], EvictionPolicy]] = {
 
 
 HOST_POLICY: Final = HeatWeightedPolicy.name
-"""What an arena has if nobody chooses: best or nearly so on every trace that was measured (docs/policies.md)."""
+"""What an arena has if nobody chooses: best or nearly so on every trace that was measured (docs/host_tier.md)."""
 
 
 def policy_names() -> tuple[str, ...]:
@@ -68,8 +68,13 @@ def host_policy_names() -> tuple[str, ...]:
 
 def host_half_life(experts: int, top_k: int) -> float:
     """Steps after which a use of a row counts half in an arena: as many as there are between two uses of an expert if
-    routing is even. The pool has what is used more often; half and twice as much is measured in docs/policies.md."""
+    routing is even. The pool has what is used more often; half and twice as much is measured in docs/host_tier.md."""
     return experts / top_k
+
+
+def host_settings(layers: int, experts: int, top_k: int, *, half_life: float | None = None) -> PolicySettings:
+    """What the policy of an arena is told; half_life None: `host_half_life`."""
+    return PolicySettings(half_life or host_half_life(experts, top_k), layers, experts)
 
 
 def make_host_policy(name: str, settings: PolicySettings, *, floor: float | None = None) -> EvictionPolicy:

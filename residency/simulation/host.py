@@ -16,7 +16,7 @@ import numpy as np
 
 from ziggurat.residency.passes import IntArray
 from ziggurat.residency.policies.base import NO_IDS, EvictionPolicy, PolicySettings
-from ziggurat.residency.policies.registry import host_half_life, host_policy_names, make_host_policy
+from ziggurat.residency.policies.registry import host_policy_names, host_settings, make_host_policy
 from ziggurat.residency.simulation.errors import SimulationError
 from ziggurat.residency.simulation.requests import Requests
 from ziggurat.residency.simulation.simulate import BOUND
@@ -185,9 +185,7 @@ def run_arena(
         arena = BoundArena(requests, places)
     else:
         half_life = None if settings is None else settings.half_life
-        if half_life is None:
-            half_life = host_half_life(requests.experts, requests.top_k)
-        known = PolicySettings(half_life, requests.layers, requests.experts)
+        known = host_settings(requests.layers, requests.experts, requests.top_k, half_life=half_life)
         arena = SimulatedArena(
             make_host_policy(policy, known, floor=floor), places, requests.experts, staging
         )

@@ -35,6 +35,8 @@ from ziggurat.residency.streaming.ring import StagingRing
 
 #: Pairs per expert from which on a step is blind: with so many, even routing tells about 5 % of the experts unused.
 BLIND_PAIRS_PER_EXPERT = 3
+#: Parts that are looked at for rows on disk only, beyond those in the ring.
+_PARTS_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class StreamedLayers:
         self._courses: dict[int, Course] = {}
         self._token_parts = 1
         self._coming: Iterator[Place] = iter(())
+        self._next: deque[Place] = deque()  # the first of those that come, where somebody has looked ahead
+        self._told = False  # whether somebody reads ahead
         self._ahead: deque[_Staged] = deque()
         self._lost: list[Lost] = []
 
@@ -151,6 +155,10 @@ class StreamedLayers:
 
     def _drop(self) -> None:
         self._ahead.clear()
+        self._next.clear()
+        if self._told:
+            self._told = False
+            self._fetcher.upcoming(())
         self._log.clear()
         self._coming, self._courses, self._lost = iter(()), {}, []
         self._blind, self._state, self._token_parts = False, None, 1
@@ -240,6 +248,7 @@ class StreamedLayers:
         """The part for `wanted`, which is the oldest one ahead unless layers come in an unexpected order."""
         if not self._ahead or self._ahead[0].place != wanted:
             self._ahead.clear()
+            self._next.clear()
             self._coming = places(self._courses, wanted, self._token_parts)
         self._fill()
         return self._ahead.popleft()
@@ -247,14 +256,26 @@ class StreamedLayers:
     def _fill(self) -> None:
         """Ask for parts until the ring is full or the pass needs no more."""
         while len(self._ahead) < self._ring.parts:
-            place = next(self._coming, None)
+            place = self._next.popleft() if self._next else next(self._coming, None)
             if place is None:
                 return
             self._ahead.append(self._bring(place))
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Say which rows come after those in the ring, so that the disk works on them in the meantime."""
+        while len(self._next) < _PARTS_AHEAD and (place := next(self._coming, None)) is not None:
+            self._next.append(place)
+        if self._next:
+            self._told = True
+            self._fetcher.upcoming([key for place in self._next for key in self._keys(place)])
+
+    def _keys(self, place: Place) -> list[int]:
+        base = place.layer * self._geometry.experts
+        return [base + expert for expert in self._courses[place.layer].part(place.number).tolist()]
 
     def _bring(self, place: Place) -> _Staged:
-        experts = self._courses[place.layer].part(place.number)
         base = place.layer * self._geometry.experts
         memory = self._ring.turn()
-        faults = self._fetcher.stage((experts + base).tolist(), memory, epoch=self._epoch)
+        faults = self._fetcher.stage(self._keys(place), memory, epoch=self._epoch)
         return _Staged(place, memory, {fault.key - base: fault.reason for fault in faults})

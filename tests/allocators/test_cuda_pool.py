@@ -114,9 +114,11 @@ def test_what_is_done_is_forgotten_without_waiting(setup: Setup) -> None:
         setup.pool.write([0], [row(2)])
         setup.pool.ready()
     setup.pool.write([0], [row(4)])
-    assert len(setup.pool._under_way) == 1
+    assert setup.pool.pending() == 1
+    setup.pool.write([1], [row(4)])
+    assert setup.pool.pending() == 2
     setup.pool.drain()
-    assert len(setup.pool._under_way) == 0
+    assert setup.pool.pending() == 0
 
 
 def test_a_mover_that_fails_half_way_keeps_the_rows_it_was_given(

@@ -37,9 +37,10 @@ def test_parts_are_measured_and_rendered(tmp_path: Path, monkeypatch: pytest.Mon
     assert run.main([*arguments, "--parts", "grid"]) == 0
     assert run.main([*arguments, "--parts", "device", "prompts", "host", "scans"]) == 0
     found = read_json(tmp_path / "policies.json")
-    parts = {"grid", "pairs_per_second", "device", "prompts", "host", "host_scans"}
-    assert set(found["origins"]) == parts
-    for line in found["host"]:
+    assert set(found["origins"]) == {"grid", "pairs_per_second", "device", "prompts"}
+    below = read_json(tmp_path / "host_policies.json")
+    assert set(below["origins"]) == {"arenas", "scans"}
+    for line in below["arenas"]:
         read = {name: numbers["read"] for name, numbers in line["arenas"].items()}
         assert min(read.values()) == read["belady"] <= line["asked"]
     assert {cell["role"] for cell in found["grid"]} == {"train", "test"}
@@ -49,6 +50,9 @@ def test_parts_are_measured_and_rendered(tmp_path: Path, monkeypatch: pytest.Mon
     page = tables.render("<!-- results:begin policies -->\n<!-- results:end policies -->\n", tmp_path)
     for name in simulated_names():
         assert f"`{name}`" in page
+    page = tables.render(
+        "<!-- results:begin host_policies -->\n<!-- results:end host_policies -->\n", tmp_path
+    )
     for name in (*simulated_host_names(), "lru by layer, floor 50%"):
         assert f"`{name}`" in page
     assert "prompts displace nothing" in page

@@ -35,6 +35,10 @@ class Device:
         """The end of a queue now."""
         return len(self._tasks[name])
 
+    def done(self, name: Name) -> int:
+        """How far a queue has come."""
+        return self._done[name]
+
     def hold(self, name: Name, place: int) -> None:
         """What is put into a queue from now on comes after `place` of the other one."""
         self._tasks[name].append(place)
@@ -80,6 +84,7 @@ class LazyPool(CpuPool):
         self._device = device
         self._follows = follows
         self._mark = 0
+        self._marks: list[int] = []
         self.tensor.fill_(0xFF)
 
     def write(self, slots: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
@@ -89,12 +94,18 @@ class LazyPool(CpuPool):
         for slot, row in zip(slots, rows, strict=True):
             self._device.put("copies", self._copy(slot, row))
         self._mark = self._device.place("copies")
+        self._marks.append(self._mark)
 
     def _copy(self, slot: int, row: torch.Tensor) -> Callable[[], None]:
         def copy() -> None:
             self.tensor[slot].copy_(row)
 
         return copy
+
+    def pending(self) -> int:
+        done = self._device.done("copies")
+        self._marks = [mark for mark in self._marks if mark > done]
+        return len(self._marks)
 
     def ready(self) -> None:
         self._device.hold("kernels", self._mark)

@@ -55,6 +55,7 @@ class Stream:
         parts: int = 2,
         rows: int = 2,
         places: int = 16,
+        staging: int = 2,
         part_tokens: int = 1 << 30,
         follows: bool = True,
         pack: RowPack | None = None,
@@ -64,7 +65,7 @@ class Stream:
         device = Device(early)
         arena = PageableArena(places, stride)
         arena.tensor.fill_(0xFF)
-        cache = HostCache(pack, arena, make_policy("lfu-decay"), experts=g.experts, staging=2)
+        cache = HostCache(pack, arena, make_policy("lfu-decay"), experts=g.experts, staging=staging)
         table = SlotTable(g.layers, g.experts, slots, packs.codec)
         pool = SlotPool(LazyPool(device, slots, stride), table, make_policy("lfu-decay"))
         fetcher = Fetcher(pool, cache)

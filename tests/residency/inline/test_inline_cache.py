@@ -120,6 +120,17 @@ def test_rows_that_are_brought_together_do_not_evict_each_other(small: Rig) -> N
     small.cache.close_epoch(step)
 
 
+def test_rows_that_only_a_prompt_wants_are_brought_and_leave_first(small: Rig) -> None:
+    small.fill(1, 2, 3)
+    small.cache.touch([1, 2, 3, 9], [1.0, 0.0, 2.0, 1.0])
+    step = small.cache.open_epoch()
+    assert small.cache.bring({10: 0.0}, epoch=step).arrived == [10]
+    assert sorted(small.cache.held()) == [1, 3, 10], "2 was used by nobody but a prompt"
+    assert small.cache.bring({11: 1.0}, epoch=step).arrived == [11]
+    assert sorted(small.cache.held()) == [1, 3, 11]
+    small.cache.close_epoch(step)
+
+
 def test_a_row_that_cannot_be_read_does_not_arrive(small: Rig) -> None:
     small.pack.failing = {8: "checksum"}
     step = small.cache.open_epoch()

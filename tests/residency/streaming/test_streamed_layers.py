@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +35,7 @@ ROWS = LAYERS * EXPERTS
     padding=st.integers(0, 3),
     part_tokens=st.integers(3, 50),
     blind=st.none() | st.booleans(),
+    ahead=st.booleans(),
     seed=st.integers(0, 3),
 )
 def test_any_sizes_give_the_bits_of_the_resident_model(
@@ -47,6 +50,7 @@ def test_any_sizes_give_the_bits_of_the_resident_model(
     padding: int,
     part_tokens: int,
     blind: bool | None,
+    ahead: bool,
     seed: int,
 ) -> None:
     stream = Stream.over(
@@ -59,6 +63,8 @@ def test_any_sizes_give_the_bits_of_the_resident_model(
         part_tokens=part_tokens,
     )
     stream.hold(sorted(held))
+    if ahead:
+        read_ahead(stream)
     before = (stream.slots.table.numpy.copy(), stream.slots.policy.order())
     for step in range(2):
         x = model.inputs(tokens, seed=seed + step)
@@ -67,6 +73,49 @@ def test_any_sizes_give_the_bits_of_the_resident_model(
     assert np.array_equal(stream.slots.table.numpy, before[0])
     assert stream.slots.policy.order() == before[1]
     stream.slots.check()
+    stream.cache.check()
+
+
+def read_ahead(stream: Stream) -> list[list[int]]:
+    """Rows are read early as soon as anybody says what comes next, all that fit; the log of what was said."""
+    said: list[list[int]] = []
+
+    def upcoming(keys: Sequence[int]) -> None:
+        said.append(list(keys))
+        stream.fetcher.drain()
+        if keys:
+            stream.cache.read_early(keys, spare=1)
+        else:
+            stream.cache.forget_early()
+
+    stream.fetcher.upcoming = upcoming
+    return said
+
+
+def test_a_blind_pass_says_what_comes_next_and_finds_it_read(packs: FakePacks, model: FakeModel) -> None:
+    stream = Stream.over(packs, parts=2, rows=4, places=20, staging=16)
+    said = read_ahead(stream)
+    x = model.inputs(30)
+    value, _ = stream.step(model, x, blind=True)
+    assert bits_equal(value, packs.reference(model, x))
+    assert said[0] == list(range(8, 24)), "four parts behind the two that are in the ring"
+    assert said[-1] == []
+    rows = [key for keys in said for key in keys]
+    assert set(rows) == set(range(8, ROWS))
+    assert stream.cache.ahead_used == ROWS - 8, "every row but those of the first two parts had been read"
+    stream.cache.check()
+
+
+def test_a_pass_that_raises_leaves_no_row_waiting(packs: FakePacks, model: FakeModel) -> None:
+    stream = Stream.over(packs, parts=2, rows=4, places=8, staging=8)
+    read_ahead(stream)
+    epoch = stream.cache.open_epoch()
+    stream.layers.begin(stream.slots.table.numpy, StepTokens(30), epoch, blind=True)
+    assert stream.cache.read_early(range(20, 48), spare=0).full
+    stream.layers.end()
+    stream.fetcher.drain()
+    stream.cache.close_epoch(epoch)
+    assert stream.cache.read_early(range(20, 48), spare=0).read == 8
     stream.cache.check()
 
 
