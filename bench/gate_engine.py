@@ -111,6 +111,7 @@ def jobs(work: Path, *, cpu: bool) -> dict[str, Part]:
         some: list[Case] = cases,
         resize: bool = True,
         inline: str | None = None,
+        lookahead: int = 0,
     ) -> Part:
         graphs = {} if cpu or mode == "eager" else {"compilation_config": {"cudagraph_mode": mode}}
         return Part(
@@ -121,7 +122,11 @@ def jobs(work: Path, *, cpu: bool) -> dict[str, Part]:
                     "device": {"size": pool, "device": "cpu" if cpu else "auto"},
                 },
                 "codecs": {"base": "bf16"},
-                "miss": {"mode": "inline" if inline else "replay", "max_replays": 2},
+                "miss": {
+                    "mode": "inline" if inline else "replay",
+                    "max_replays": 2,
+                    "lookahead": 0 if cpu else lookahead,  # a CPU fetches nothing ahead
+                },
                 "heat": {"path": None},
             },
             debug=debug,
@@ -137,6 +142,7 @@ def jobs(work: Path, *, cpu: bool) -> dict[str, Part]:
         )
 
     small = [Case("25 % allocated", ROWS // 4)]
+    ahead = [Case("25 % allocated, looking ahead", ROWS // 4)]
     without_control = [case for case in cases if not case.control]
     return {
         "full": part("FULL_AND_PIECEWISE"),
@@ -144,6 +150,7 @@ def jobs(work: Path, *, cpu: bool) -> dict[str, Part]:
         "eager": part("eager", some=without_control),
         "small": part("FULL_AND_PIECEWISE", pool="25%", some=small, resize=False),
         "inline": part("FULL_AND_PIECEWISE", some=without_control, inline="100%"),
+        "ahead": part("FULL_AND_PIECEWISE", pool="25%", some=ahead, resize=False, inline="100%", lookahead=4),
         "inline-disk": part("FULL_AND_PIECEWISE", some=cases, inline="60 rows"),
     }
 
@@ -202,6 +209,8 @@ def run(part: Part) -> bool:
                 if case.slots == ROWS or part.inline:
                     service.warm_start()
                     service.preheated()
+            elif part.whole:
+                service.preheated()
             _replay(service, enabled=not case.control)
             totals = dict.fromkeys((*OUTCOMES, "passes", "missed"), 0)
             for name in case.only or batches:
@@ -214,6 +223,7 @@ def run(part: Part) -> bool:
                     totals = {key: totals[key] + count for key, count in counts.items()}
                     good &= _judge(case, name, expected, outcome, counts, own)
             good &= _judge_case(part, case, totals)
+            good &= _judge_guesses(part, case, service.lookahead.counts().matched)
             if part.resize and not part.inline and case is part.cases[0]:
                 answers.write_bytes(pickle.dumps(reference))
         _replay(engine.service, enabled=True)
@@ -264,6 +274,14 @@ def _judge_case(part: Part, case: Case, totals: dict[str, int]) -> bool:
     if problems:
         _say(case, "all batches", 0, dict.fromkeys(totals, 0), problems)
     return not problems
+
+
+def _judge_guesses(part: Part, case: Case, wanted: int) -> bool:
+    """Print a line if layers were to look ahead, and nothing that was guessed was wanted."""
+    if not part.config["miss"]["lookahead"] or wanted:
+        return True
+    _say(case, "all batches", 0, dict.fromkeys((*OUTCOMES, "passes", "missed"), 0), ["no guess was wanted"])
+    return False
 
 
 def _say(case: Case, workload: str, steps: int, counts: dict[str, int], problems: list[str]) -> None:

@@ -1,14 +1,15 @@
 """The identity gate on a GPU: pools of any size give the all-resident pool's logits, bit for bit, under CUDA graphs.
 
-    python bench/gate_h200.py [full piecewise eager small inline inline-disk serve] [--out FOLDER] [--together] [--cpu]
+    python bench/gate_h200.py [PART ...] [--out FOLDER] [--together] [--cpu]
 
-Every part is one engine start (serve: two servers). A part is ended when it takes longer than its limit, and the others
-go on. --together: several engines share the GPU, which takes less time and, where engines disturbed each other, would
-show it. One engine compares pools of several sizes under the same captured graphs: its pool has a slot for every expert
-and is told how many of them to use. `small` allocates a quarter and compares with what `full` has written; so do
-`inline`, whose layers fetch their own rows from an arena that has all, and `inline-disk`, whose arena has a third.
-Prints a table, writes FOLDER/gate.json; status 0 if everything is as it must be. --cpu: a short run with the CPU as the
-device.
+Parts: full, piecewise, eager, small, inline, ahead, inline-disk, serve; each is one engine start (serve: two servers).
+A part is ended when it takes longer than its limit, and the others go on. --together: several engines share the GPU,
+which takes less time and, where engines disturbed each other, would show it. One engine compares pools of several sizes
+under the same captured graphs: its pool has a slot for every expert and is told how many of them to use. `small`
+allocates a quarter and compares with what `full` has written; so do `inline`, whose layers fetch their own rows from an
+arena that has all, `ahead`, where they also fetch what the next layer is likely to want, and `inline-disk`, whose arena
+has a third. Prints a table, writes FOLDER/gate.json; status 0 if everything is as it must be. --cpu: a short run with
+the CPU as the device.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from bench.results_io import provenance  # noqa: E402
 _running: set[int] = set()  # process groups
 
 LIMITS = {"full": 200.0, "piecewise": 170.0, "eager": 150.0, "small": 120.0, "serve": 260.0}
-LIMITS |= {"inline": 200.0, "inline-disk": 240.0}
-_AFTER_FULL = ("small", "inline", "inline-disk")
+LIMITS |= {"inline": 200.0, "ahead": 120.0, "inline-disk": 240.0}
+_AFTER_FULL = ("small", "inline", "ahead", "inline-disk")
 
 
 def main() -> int:

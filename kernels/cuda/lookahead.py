@@ -102,8 +102,8 @@ class AheadLayers:
         return self._seen[layer]
 
     def ask(self, guess: Guess, x: torch.Tensor) -> torch.Tensor | None:
-        """On the branch, from here on: what is guessed for the next layer from x [T, H]; None for too many tokens."""
-        if x.shape[0] > MOST_TOKENS:
+        """On the branch, from here on: what is guessed for the next layer from x [T, H]; None for too many, or none."""
+        if not 1 <= x.shape[0] <= MOST_TOKENS:
             return None
         self._branch.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(self._branch):

@@ -7,7 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.gate_engine import OUTCOMES, ROWS, Case, Part, _judge, _judge_case, jobs, workloads
+from bench.gate_engine import (
+    OUTCOMES,
+    ROWS,
+    Case,
+    Part,
+    _judge,
+    _judge_case,
+    _judge_guesses,
+    jobs,
+    workloads,
+)
 from ziggurat.integration.determinism.compare import Outcome
 from ziggurat.integration.vllm.capture import CapturedStep
 from ziggurat.residency.config import TiersConfig
@@ -81,3 +91,13 @@ def test_an_inline_engine_also_gives_its_own_resident_answer(own: float, good: b
 def test_verdicts_on_cases(tmp_path: Path, part: str, slots: int, counts: dict[str, int], good: bool) -> None:
     job = jobs(tmp_path, cpu=False)[part]
     assert _judge_case(job, Case("case", slots), {**COUNTS, **counts}) is good
+
+
+def test_looking_ahead_for_nothing_proves_nothing(tmp_path: Path) -> None:
+    parts = jobs(tmp_path, cpu=False)
+    case = Case("case", ROWS // 4)
+    assert parts["ahead"].config["miss"]["lookahead"] == 4
+    assert parts["ahead"].whole
+    assert not _judge_guesses(parts["ahead"], case, 0)
+    assert _judge_guesses(parts["ahead"], case, 7)
+    assert _judge_guesses(parts["inline"], case, 0)
