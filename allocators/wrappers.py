@@ -32,8 +32,9 @@ __all__ = [
 class WrappedArena:
     """A HostArena that passes everything on to `inner`; the base of those that do more."""
 
-    def __init__(self, inner: HostArena) -> None:
+    def __init__(self, inner: HostArena, share: object | None = None) -> None:
         self._inner = inner
+        self._share = share
 
     @property
     def kind(self) -> str:
@@ -58,6 +59,11 @@ class WrappedArena:
     @property
     def device_pointer(self) -> int | None:
         return self._inner.device_pointer
+
+    @property
+    def share(self) -> object | None:
+        """The `ArenaShare` of a shared arena below."""
+        return self._share or getattr(self._inner, "share", None)
 
     def view(self, place: int) -> memoryview:
         return self._inner.view(place)

@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 
+from ziggurat.residency.ledger import Ledger
 from ziggurat.residency.policies.base import EvictionPolicy
 from ziggurat.residency.ports import RowArena, RowPack
 from ziggurat.residency.runtime_errors import HostCacheError
@@ -80,10 +81,18 @@ class HostCache:
     arena: all its places belong to this object. policy: empty; holds the keys that can be found. staging: how many
     places never cache (at least 1; all of them if the arena has no more; none if the arena has a place for every row
     of the pack and no more, since then every read has a place of its own). experts: per layer, to split keys.
+    ledger: of an arena that others share; its private places are the staging then, and `adopt` finds what is there.
     """
 
     def __init__(
-        self, pack: RowPack, arena: RowArena, policy: EvictionPolicy, *, experts: int, staging: int
+        self,
+        pack: RowPack,
+        arena: RowArena,
+        policy: EvictionPolicy,
+        *,
+        experts: int,
+        staging: int,
+        ledger: Ledger | None = None,
     ) -> None:
         if arena.places < 1 or staging < 1:
             raise HostCacheError(
@@ -95,6 +104,8 @@ class HostCache:
         self.stride = arena.stride
         rows = pack.header.layers * pack.header.experts
         self.staging = min(staging, arena.places if arena.places < rows else arena.places - rows)
+        if ledger is not None:
+            self.staging = ledger.private
         self.evictions = 0
         self.waits = 0  # requests that found no place and had to wait for another thread or step
         self._pack = pack
@@ -102,13 +113,17 @@ class HostCache:
         self._experts = experts
         self._changed = threading.Condition()
         self._place_of: dict[int, int] = {}
-        self._free = list(range(arena.places - 1, self.staging - 1, -1))
+        self._ledger = ledger
+        free = range(self.staging, arena.places) if ledger is None else ledger.free()
+        self._free = list(reversed(free))
         self._idle_staging = list(range(self.staging - 1, -1, -1))
         self._fixed: set[int] = set()  # keys whose places are theirs for good; the policy does not know them
         self._reading: set[int] = set()  # keys on their way into a cache place
         self._readers: list[list[int]] = [[] for _ in range(arena.places)]  # epochs that may read a place
         self._open_epochs: set[int] = set()
         self._last_epoch = 0
+        if ledger is not None:
+            ledger.guarded_by(self._changed)
 
     @property
     def capacity(self) -> int:
@@ -123,6 +138,35 @@ class HostCache:
     def holds(self, key: int) -> bool:
         """Whether the arena has the row of `key` right now."""
         return key in self._place_of
+
+    # -- an arena that others share ----------------------------------------------------------------------------
+
+    def adopt(self) -> int:
+        """Rows that the arena's memory held before this cache was made can be found from now on. How many there are."""
+        if self._ledger is None:
+            return 0
+        with self._changed:
+            self._learn()
+            self._free = list(reversed(self._ledger.free()))  # also the places of rows that were refused
+            return len(self._place_of)
+
+    def rank(self, heat_of: Callable[[int], float]) -> None:
+        """Put all rows that can be evicted in the order of heat, as if they had been filled hottest first."""
+        with self._changed:
+            for key in sorted(self._place_of.keys() - self._fixed, key=lambda key: (-heat_of(key), key)):
+                self.policy.remove(key)
+                self.policy.seed(key, heat_of(key))
+
+    def _learn(self) -> None:
+        """Rows that another process has published meanwhile."""
+        if self._ledger is not None:
+            for key, place in self._ledger.news().items():
+                if key not in self._place_of:
+                    self._bind(key, place)
+                    self.policy.seed(key, 0.0)
+
+    def _may_evict(self) -> bool:
+        return self._ledger is None or not self._ledger.frozen
 
     # -- epochs ------------------------------------------------------------------------------------------------
 
@@ -220,16 +264,22 @@ class HostCache:
         HostCacheError if they are more than the free places, or if one of them cannot be read.
         """
         with self._changed:
-            if len(keys) > len(self._free):
+            found = [key for key in keys if key in self._place_of]  # adopted
+            for key in found:
+                self.policy.remove(key)
+            self._fixed.update(keys)
+            absent = [key for key in keys if key not in self._place_of]
+            while len(self._free) < len(absent) and (victim := self._victim_if_any()) is not None:
+                self._free.append(self._unbind(victim))
+            if len(absent) > len(self._free):
                 raise HostCacheError(
-                    f"{len(keys)} rows want a place for good, and the host arena has {len(self._free)} beside those"
+                    f"{len(absent)} rows want a place for good, and the host arena has {len(self._free)} beside those"
                     " for reads in flight; raise tiers.host.size, or take layers out of tiers.device.direct_layers"
                 )
-            plan = [_Reservation(key, 0.0, self._free.pop(), cached=True) for key in keys]
-            self._fixed.update(keys)
-            self._reading.update(keys)
+            plan = [_Reservation(key, 0.0, self._free.pop(), cached=True) for key in absent]
+            self._reading.update(absent)
         faults: list[RowFault] = []
-        for batch in self._read(plan, dict.fromkeys(keys, 0.0), epoch=0):
+        for batch in self._read(plan, dict.fromkeys(absent, 0.0), epoch=0) if plan else ():
             faults += batch.faults
         if faults:
             layer, expert = divmod(faults[0].key, self._experts)
@@ -237,13 +287,16 @@ class HostCache:
                 f"{len(faults)} rows of tiers.device.direct_layers could not be read; expert {expert} of layer "
                 f"{self._pack.header.layer_ids[layer]} first: {faults[0].reason}"
             )
-        return {item.key: item.place for item in plan}
+        return {key: self._place_of[key] for key in keys}
 
     def check(self) -> None:
         """HostCacheError unless every place has exactly one role, with no read in progress. For tests."""
         with self._changed:
             roles = [*self._free, *self._idle_staging, *self._place_of.values(), *self._between()]
-            if sorted(roles) != list(range(self._arena.places)) or self._reading:
+            places = range(self._arena.places)
+            # Of shared places some may be lost, and a reader has a role for published ones only.
+            each = sorted(roles) == list(places) if self._ledger is None else len(set(roles)) == len(roles)
+            if not each or not set(roles) <= set(places) or self._reading:
                 raise HostCacheError(
                     f"places {sorted(roles)} have a role, rows {self._reading} are being read"
                 )
@@ -257,6 +310,7 @@ class HostCache:
     def _find(self, remaining: dict[int, float], epoch: int) -> RowBatch:
         batch = RowBatch()
         with self._changed:
+            self._learn()
             for key in [key for key in remaining if key in self._place_of]:
                 place = self._place_of[key]
                 weight = remaining.pop(key)
@@ -300,8 +354,12 @@ class HostCache:
                     self._changed.notify_all()
                 self._changed.wait()
 
-    def _victim(self) -> int | None:
+    def _victim_if_any(self) -> int | None:
         """A key whose place may be written to at once."""
+        return self._victim() if self._may_evict() else None
+
+    def _victim(self) -> int | None:
+        """Of the rows that may leave."""
         return self.policy.victim(_InFlight(self))
 
     def _bind(self, key: int, place: int) -> None:
@@ -312,14 +370,17 @@ class HostCache:
         """Evict a key; its place."""
         self.policy.remove(key)
         self.evictions += 1
-        return self._place_of.pop(key)
+        place = self._place_of.pop(key)
+        if self._ledger is not None:
+            self._ledger.vacate(place)
+        return place
 
     def _reserve_one(self, key: int, weight: float, keep: bool) -> _Reservation | None:
         if keep or not self.staging:
             if self._free:
                 return _Reservation(key, weight, self._free.pop(), cached=True)
             if weight > 0.0:
-                victim = self._victim()
+                victim = self._victim_if_any()
                 if victim is not None:
                     return _Reservation(key, weight, self._unbind(victim), cached=True)
         for i in range(len(self._idle_staging) - 1, -1, -1):
@@ -340,6 +401,9 @@ class HostCache:
             RowRequest(*divmod(item.key, self._experts), self._arena.view(item.place)) for item in plan
         ]
         places = {item.key: item.place for item in plan}
+        for item in plan:
+            if item.cached and self._ledger is not None:
+                self._ledger.fill(item.place)
         results = self._pack.read_rows(requests)
         try:
             for result in results:
@@ -371,6 +435,8 @@ class HostCache:
             self._idle_staging.append(item.place)
             return
         self._reading.discard(item.key)
+        if self._ledger is not None:
+            self._ledger.publish(item.place, item.key)
         self._bind(item.key, item.place)
         if item.key in self._fixed:
             return
@@ -383,6 +449,8 @@ class HostCache:
         if item.cached:
             self._reading.discard(item.key)
             self._free.append(item.place)
+            if self._ledger is not None:
+                self._ledger.vacate(item.place)
         else:
             self._idle_staging.append(item.place)
 

@@ -37,6 +37,7 @@ from ziggurat.residency.inline.layers import InlineLayers
 from ziggurat.residency.inline.parts import Hooks, Inline
 from ziggurat.residency.late_books import LateBooks
 from ziggurat.residency.layer import LayerRunner
+from ziggurat.residency.ledger import open_ledger
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import (
     PassMode,
@@ -162,9 +163,10 @@ class ExpertService:
             consensus=consensus,
         )
         kind = InlineCache if self.choice.serving == "inline" else HostCache
-        self.cache = kind(
-            pack, arena, make_policy(arena_policy(eviction)), experts=geometry.experts, staging=readers
-        )
+        order = make_policy(arena_policy(eviction))
+        ledger = open_ledger(arena, pack, config.tiers.disk.verify)
+        self.cache = kind(pack, arena, order, experts=geometry.experts, staging=readers, ledger=ledger)
+        self._adopted = self.cache.adopt()
         self._fetcher = Fetcher(self.slots, self.cache)
         direct = open_direct(
             config.tiers.device.direct_layers, geometry, kernels, mapped, self.cache, pool.device
@@ -217,6 +219,7 @@ class ExpertService:
             )
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
         self._account.serving(self.choice.serving)
+        self._account.sharing(ledger, wanted=config.tiers.host.share is not None, adopted=self._adopted)
         self._account.direct(len(self._direct_keys))
         if self._inline is not None:
             self._account.follow(self._inline.layers.counts)
@@ -289,6 +292,8 @@ class ExpertService:
         note = HeatNote(False, "heat is switched off")
         if self._heat_path is not None:
             note = self._log(load_heat(self._heat_path, self._heat_key, self.heat))
+        if self._adopted:
+            self.cache.rank(lambda key: float(self.heat.counts.flat[key]))
         ranked = self.heat.order() if self._config.heat.warm_start else []
         ranked = [(key, heat) for key, heat in ranked if key not in self._direct_keys]
         if self.slots.slots >= self.geometry.rows - len(self._direct_keys) or self._fills_arena:
@@ -309,7 +314,10 @@ class ExpertService:
         if self.slots.slots < self.geometry.rows and arena_order and self.cache.capacity:
             if self._preheater is not None:
                 self._preheater.close()
-            self._preheater = Preheater(self.cache, arena_order, self._readers, self._account.filled)
+            account = self._account
+            self._preheater = Preheater(
+                self.cache, arena_order, self._readers, account.filled, account.preheating
+            )
             self._preheater.start()
         else:
             arena_order = []
