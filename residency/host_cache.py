@@ -81,7 +81,7 @@ class HostCache:
     arena: all its places belong to this object. policy: empty; holds the keys that can be found. staging: how many
     places never cache (at least 1; all of them if the arena has no more; none if the arena has a place for every row
     of the pack and no more, since then every read has a place of its own). experts: per layer, to split keys.
-    ledger: of an arena that others share; its private places are the staging then, and `adopt` finds what is there.
+    ledger: of an arena that others share; its private places are the staging then, and rows that are there are found.
     """
 
     def __init__(
@@ -114,16 +114,14 @@ class HostCache:
         self._changed = threading.Condition()
         self._place_of: dict[int, int] = {}
         self._ledger = ledger
-        free = range(self.staging, arena.places) if ledger is None else ledger.free()
-        self._free = list(reversed(free))
+        self._free = list(range(arena.places - 1, self.staging - 1, -1))
         self._idle_staging = list(range(self.staging - 1, -1, -1))
         self._fixed: set[int] = set()  # keys whose places are theirs for good; the policy does not know them
         self._reading: set[int] = set()  # keys on their way into a cache place
         self._readers: list[list[int]] = [[] for _ in range(arena.places)]  # epochs that may read a place
         self._open_epochs: set[int] = set()
         self._last_epoch = 0
-        if ledger is not None:
-            ledger.guarded_by(self._changed)
+        self.adopted = 0 if ledger is None else self._adopt(ledger)  # rows that were there before
 
     @property
     def capacity(self) -> int:
@@ -141,19 +139,19 @@ class HostCache:
 
     # -- an arena that others share ----------------------------------------------------------------------------
 
-    def adopt(self) -> int:
+    def _adopt(self, ledger: Ledger) -> int:
         """Rows that the arena's memory held before this cache was made can be found from now on. How many there are."""
-        if self._ledger is None:
-            return 0
+        ledger.guarded_by(self._changed)
         with self._changed:
             self._learn()
-            self._free = list(reversed(self._ledger.free()))  # also the places of rows that were refused
+            self._free = list(reversed(ledger.free()))  # also the places of rows that were refused
             return len(self._place_of)
 
     def rank(self, heat_of: Callable[[int], float]) -> None:
-        """Put all rows that can be evicted in the order of heat, as if they had been filled hottest first."""
+        """If rows were adopted, put all that can be evicted in the order of heat, as if they had been filled in it."""
         with self._changed:
-            for key in sorted(self._place_of.keys() - self._fixed, key=lambda key: (-heat_of(key), key)):
+            evictable = self._place_of.keys() - self._fixed if self.adopted else ()
+            for key in sorted(evictable, key=lambda key: (-heat_of(key), key)):
                 self.policy.remove(key)
                 self.policy.seed(key, heat_of(key))
 
@@ -267,7 +265,6 @@ class HostCache:
             found = [key for key in keys if key in self._place_of]  # adopted
             for key in found:
                 self.policy.remove(key)
-            self._fixed.update(keys)
             absent = [key for key in keys if key not in self._place_of]
             while len(self._free) < len(absent) and (victim := self._victim_if_any()) is not None:
                 self._free.append(self._unbind(victim))
@@ -277,6 +274,7 @@ class HostCache:
                     " for reads in flight; raise tiers.host.size, or take layers out of tiers.device.direct_layers"
                 )
             plan = [_Reservation(key, 0.0, self._free.pop(), cached=True) for key in absent]
+            self._fixed.update(keys)
             self._reading.update(absent)
         faults: list[RowFault] = []
         for batch in self._read(plan, dict.fromkeys(absent, 0.0), epoch=0) if plan else ():

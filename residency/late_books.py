@@ -29,6 +29,12 @@ class LateBooks:
         if not self._wake.is_set():
             self._wake.set()
 
+    def raise_error(self) -> None:
+        """Raise the error, if there is one that nobody has taken."""
+        error = self.take_error()
+        if error is not None:
+            raise error
+
     def take_error(self) -> Exception | None:
         """What the thread ran into, once."""
         error, self._error = self._error, None

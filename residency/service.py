@@ -166,7 +166,6 @@ class ExpertService:
         order = make_policy(arena_policy(eviction))
         ledger = open_ledger(arena, pack, config.tiers.disk.verify)
         self.cache = kind(pack, arena, order, experts=geometry.experts, staging=readers, ledger=ledger)
-        self._adopted = self.cache.adopt()
         self._fetcher = Fetcher(self.slots, self.cache)
         direct = open_direct(
             config.tiers.device.direct_layers, geometry, kernels, mapped, self.cache, pool.device
@@ -219,7 +218,7 @@ class ExpertService:
             )
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
         self._account.serving(self.choice.serving)
-        self._account.sharing(ledger, wanted=config.tiers.host.share is not None, adopted=self._adopted)
+        self._account.sharing(ledger, wanted=config.tiers.host.share is not None, adopted=self.cache.adopted)
         self._account.direct(len(self._direct_keys))
         if self._inline is not None:
             self._account.follow(self._inline.layers.counts)
@@ -268,7 +267,7 @@ class ExpertService:
             raise StepError(f"a step has at least 0 live tokens, not {tokens.count}")
         if tokens.prefill is not None and tokens.prefill.shape != (tokens.count,):
             raise StepError(f"prefill must have one flag for each of the {tokens.count} live tokens")
-        self._raise_late_error()
+        self._late_books.raise_error()
         self._close_late_epoch()
         self._in_step = True
         step = StepState(tokens, self.cache.open_epoch())
@@ -292,8 +291,7 @@ class ExpertService:
         note = HeatNote(False, "heat is switched off")
         if self._heat_path is not None:
             note = self._log(load_heat(self._heat_path, self._heat_key, self.heat))
-        if self._adopted:
-            self.cache.rank(lambda key: float(self.heat.counts.flat[key]))
+        self.cache.rank(lambda key: float(self.heat.counts.flat[key]))
         ranked = self.heat.order() if self._config.heat.warm_start else []
         ranked = [(key, heat) for key, heat in ranked if key not in self._direct_keys]
         if self.slots.slots >= self.geometry.rows - len(self._direct_keys) or self._fills_arena:
@@ -314,10 +312,8 @@ class ExpertService:
         if self.slots.slots < self.geometry.rows and arena_order and self.cache.capacity:
             if self._preheater is not None:
                 self._preheater.close()
-            account = self._account
-            self._preheater = Preheater(
-                self.cache, arena_order, self._readers, account.filled, account.preheating
-            )
+            book = self._account
+            self._preheater = Preheater(self.cache, arena_order, self._readers, book.filled, book.preheating)
             self._preheater.start()
         else:
             arena_order = []
@@ -460,11 +456,6 @@ class ExpertService:
         if self._heat_late >= self._config.heat.save_every_steps:
             self._save_heat()
         return self._layers.deferred > 0
-
-    def _raise_late_error(self) -> None:
-        error = self._late_books.take_error()
-        if error is not None:
-            raise error
 
     def _close_epoch(self, epoch: int) -> None:
         """End a step's hold on the arena; with copies under way that is put off, so that nobody waits for them."""

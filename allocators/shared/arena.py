@@ -11,6 +11,7 @@ from typing import Literal
 
 from ziggurat.allocators.arena import HostArena
 from ziggurat.allocators.lockers import PageLocker
+from ziggurat.allocators.pages import check_geometry
 from ziggurat.allocators.pinned import PinnedArena, Progress
 from ziggurat.allocators.row_places import RowPlaces
 from ziggurat.allocators.shared.directory import Directory
@@ -137,8 +138,9 @@ def attach_arena(
 
     locker: how its pages are locked, for an arena of the kind "pinned"; None locks nothing.
     progress: hears of an arena in the making, and then of its pages being locked.
-    SharedArenaError if there is none to be had; AllocationError and PageLockError as for any arena.
+    SharedArenaError if there is none to be had; GeometryError, AllocationError and PageLockError as for any arena.
     """
+    check_geometry("shared arena", want.places, want.stride)
     lease = Lease.attach(path, want, progress)
     try:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if lease.grant.role == "writer" else 0)

@@ -182,9 +182,9 @@ class Segments:
             writer = segment.writer
             if writer is not None and not writer.tell({"op": "freeze", "number": segment.frozen}):
                 segment.frozen = 0
-        wanted = segment.frozen
-        done = wanted != 0 and self._changed.wait_for(
-            lambda: segment.writer is None or segment.answered >= wanted, self._patience
+        wanted = segment.frozen  # 0: it is on its way out, or very busy
+        done = self._changed.wait_for(
+            lambda: segment.writer is None or segment.answered >= wanted > 0, self._patience
         )
         if segment.writer is None:
             segment.readers.discard(holder)

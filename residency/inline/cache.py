@@ -49,13 +49,14 @@ class InlineCache(HostCache):
         staging: int,
         ledger: Ledger | None = None,
     ) -> None:
-        super().__init__(pack, arena, policy, experts=experts, staging=staging, ledger=ledger)
         self._rows = pack.header.layers * experts
+        # Before the rows that are there already are found.
         self._places: npt.NDArray[np.int32] = np.full(self._rows, ABSENT, dtype=np.int32)
+        self.version = 0
+        super().__init__(pack, arena, policy, experts=experts, staging=staging, ledger=ledger)
         self._resting: list[int] = []
         self._passes: set[int] = set()  # epochs of passes that have not finished
         self._kept: Collection[int] = ()  # keys that are brought together
-        self.version = 0
 
     @property
     def full(self) -> bool:
