@@ -1,4 +1,4 @@
-"""The long versions of the fault suite: `python tests/faults/run.py builds|flips|headers [--count N] [--seed S]`."""
+"""The long versions of the fault suite: `python tests/faults/run.py [SUITE…] [--count N] [--seed S]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from faults import builds, flips, headers  # noqa: E402
+from faults import arenas, builds, flips, headers  # noqa: E402
 
 from bench.results_io import RESULTS, provenance, read_json, write_json  # noqa: E402
 
@@ -21,6 +21,7 @@ SUITES: dict[str, tuple[Callable[[int, int, Path], dict[str, object]], int]] = {
     "faulty-builds": (lambda seed, count, work: builds.run(seed, count, work, builds.KINDS), 1000),
     "flips": (flips.run, 10_000),
     "headers": (headers.run, 10_000),
+    "arenas": (arenas.run, 200),
 }
 
 
@@ -28,7 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run suites and write their counts. Status 1, and nothing written for it, if one fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suites", nargs="*", metavar="suite", help=f"{', '.join(SUITES)}; default: all")
-    parser.add_argument("--count", type=int, help="how many; default: 1 000 builds, 10 000 flips and headers")
+    parser.add_argument(
+        "--count", type=int, help="default: 1 000 builds, 10 000 flips and headers, 200 kills"
+    )
     parser.add_argument("--seed", type=int, help="default: from the clock, printed")
     parser.add_argument("--output", type=Path, default=RESULTS / "faults.json")
     parser.add_argument("--folder", type=Path, help="where to work; default: the temporary folder")

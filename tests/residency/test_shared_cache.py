@@ -311,7 +311,9 @@ def test_layers_that_are_read_in_place_keep_their_rows_over_a_restart(packs: Fak
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_engines_come_and_go_at_random(packs: FakePacks, socket: Path, bytes_of: list[bytes], seed: int) -> None:
+def test_engines_come_and_go_at_random(
+    packs: FakePacks, socket: Path, bytes_of: list[bytes], seed: int
+) -> None:
     """Every row that anybody is given has the right bytes, whoever put it there, and all places have one role."""
     dice = random.Random(seed)
     engines: list[Engine] = []

@@ -120,7 +120,9 @@ def test_rows_that_come_and_go_in_a_shared_arena(packs: FakePacks, model: FakeMo
         service.close()
 
 
-def test_two_engines_whose_layers_fetch_their_own_rows(packs: FakePacks, model: FakeModel, socket: Path) -> None:
+def test_two_engines_whose_layers_fetch_their_own_rows(
+    packs: FakePacks, model: FakeModel, socket: Path
+) -> None:
     """The second reads the rows of the first in place, while that brings and would like to evict others."""
     header = packs.open().header
 

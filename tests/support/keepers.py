@@ -50,7 +50,9 @@ def _everybodys_keeper() -> Path:
     return path
 
 
-def shared_arena(places: int, stride: int, *, private: int = 0, locker: PageLocker | None = None) -> SharedArena:
+def shared_arena(
+    places: int, stride: int, *, private: int = 0, locker: PageLocker | None = None
+) -> SharedArena:
     """A MakeArena: of `places` places the first `private` are not shared, if there are more. Nobody else has its key."""
     check_geometry("host arena", places, stride)
     private = min(private, places - 1)

@@ -28,7 +28,10 @@ def test_a_new_one_has_only_free_places() -> None:
 
 def test_rows_are_found_by_another_who_opens_it() -> None:
     memory = fresh()
-    writer, reader = Directory(memory, KEY, PLACES, STRIDE), Directory(memory.toreadonly(), KEY, PLACES, STRIDE)
+    writer, reader = (
+        Directory(memory, KEY, PLACES, STRIDE),
+        Directory(memory.toreadonly(), KEY, PLACES, STRIDE),
+    )
     before = reader.changes
     writer.fill(4)
     assert list(reader.published()) == []
@@ -104,7 +107,10 @@ def test_wherever_a_writer_is_stopped_only_whole_rows_are_found() -> None:
     dice = random.Random(1)
     stores = 0
     while True:
-        memory, rows = fresh(), [0] * PLACES  # the content of a place: tag + 1 of a whole row, or -1 in between
+        memory, rows = (
+            fresh(),
+            [0] * PLACES,
+        )  # the content of a place: tag + 1 of a whole row, or -1 in between
         directory = Directory(memory, KEY, PLACES, STRIDE)
         stopping = _Stopping(memory.cast("Q"), stores)
         for name, first in (("_states", 512), ("_checksums", 512 + PLACES), ("_words", 0)):

@@ -70,7 +70,10 @@ def gone(segments: Segments, places: int = 0) -> Status:
     """The status once all leases but `places` have ended."""
     with segments._changed:
         assert segments._changed.wait_for(
-            lambda: sum((one.writer is not None) + len(one.readers) for one in segments._segments.values()) == places,
+            lambda: (
+                sum((one.writer is not None) + len(one.readers) for one in segments._segments.values())
+                == places
+            ),
             10,
         )
     return segments.status()
@@ -223,7 +226,9 @@ def test_a_freeze_waits_for_the_lock_of_the_cache(path: Path, segments: Segments
     thread = threading.Thread(target=lambda: readers.append(attach(path)))
     with lock:
         thread.start()
-        _settled(lambda: segments.status().arenas[0].readers == (os.getpid(),))  # the keeper waits for the answer
+        _settled(
+            lambda: segments.status().arenas[0].readers == (os.getpid(),)
+        )  # the keeper waits for the answer
         assert not writer.share.frozen
         assert not readers
     thread.join()
@@ -337,7 +342,9 @@ def test_memory_that_the_machine_does_not_have_is_refused(path: Path) -> None:
         attach(path)
 
 
-def test_another_size_replaces_an_arena_nobody_uses_and_is_refused_otherwise(path: Path, segments: Segments) -> None:
+def test_another_size_replaces_an_arena_nobody_uses_and_is_refused_otherwise(
+    path: Path, segments: Segments
+) -> None:
     writer = attach(path)
     put(writer, 1, 10)
     with pytest.raises(ArenaRefusedError, match="in use with 5 places of 8192 bytes, not 6 of 8192"):
@@ -463,7 +470,9 @@ def _say(path: Path, data: bytes, files: list[int] | None = None) -> bytes:
         {"more": 1},
     ],
 )
-def test_a_request_that_makes_no_sense_is_dropped(path: Path, segments: Segments, change: dict[str, Any]) -> None:
+def test_a_request_that_makes_no_sense_is_dropped(
+    path: Path, segments: Segments, change: dict[str, Any]
+) -> None:
     assert _say(path, json.dumps({**GOOD, **change}).encode()) == b""
     assert segments.status().arenas == ()
     attach(path).close()
