@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -32,9 +33,8 @@ __all__ = [
 class WrappedArena:
     """A HostArena that passes everything on to `inner`; the base of those that do more."""
 
-    def __init__(self, inner: HostArena, share: object | None = None) -> None:
+    def __init__(self, inner: HostArena) -> None:
         self._inner = inner
-        self._share = share
 
     @property
     def kind(self) -> str:
@@ -61,9 +61,9 @@ class WrappedArena:
         return self._inner.device_pointer
 
     @property
-    def share(self) -> object | None:
-        """The `ArenaShare` of a shared arena below."""
-        return self._share or getattr(self._inner, "share", None)
+    def share(self) -> Any:
+        """The `ArenaShare` of a shared arena below, None of any other."""
+        return getattr(self._inner, "share", None)
 
     def view(self, place: int) -> memoryview:
         return self._inner.view(place)

@@ -117,9 +117,14 @@ class SharedArena(WrappedArena):
     """A HostArena over private and shared places, with its `share`. Closing it ends the lease."""
 
     def __init__(self, inner: HostArena, share: ArenaShare, lease: Lease, listing: mmap.mmap) -> None:
-        super().__init__(inner, share)
+        super().__init__(inner)
+        self._share = share
         self._lease = lease
         self._listing = listing  # kept alive by the directory's views in any case
+
+    @property
+    def share(self) -> ArenaShare:
+        return self._share
 
     def close(self) -> None:
         super().close()

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from ziggurat.integration.cli import (
+    arena,
     bench,
     doctor,
     packs,
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for module in (plan, doctor, packs, serve, replay, simulate, trace, bench, top, report):
+for module in (plan, doctor, packs, serve, arena, replay, simulate, trace, bench, top, report):
     module.register(app)
 
 

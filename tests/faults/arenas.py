@@ -16,6 +16,7 @@ from faults.builds import SIZES
 
 from support.checkpoints import write_checkpoint
 from support.verbatim import VerbatimEncoder
+from ziggurat.allocators.arena import HostArena
 from ziggurat.allocators.pageable import PageableArena
 from ziggurat.allocators.shared.arena import attach_arena
 from ziggurat.allocators.shared.errors import SharedArenaError
@@ -198,7 +199,7 @@ class _Rig:
         dice = random.Random(seed)
         pack = Pack.open(self.path, reader=open_reader(reader, self.path, threads=2))
         header = pack.header
-        arena: PageableArena | object
+        arena: HostArena
         try:
             arena = attach_arena(self.socket, Attach(self.key, "test", PLACES, header.stride), AT_ONCE)
         except SharedArenaError:
@@ -206,11 +207,11 @@ class _Rig:
             arena = PageableArena(PLACES + AT_ONCE, header.stride)
         cache = HostCache(
             pack,
-            arena,  # type: ignore[arg-type]  # either of the two
+            arena,
             make_policy("lru"),
             experts=header.experts,
             staging=AT_ONCE,
-            ledger=open_ledger(arena, pack, "never"),  # type: ignore[arg-type]
+            ledger=open_ledger(arena, pack, "never"),
         )
         words[_ADOPTED], words[_FREE] = cache.adopted, len(cache._free)
         self._check(words, cache, [key for key in range(header.rows) if cache.holds(key)])

@@ -133,7 +133,7 @@ def test_two_engines_whose_layers_fetch_their_own_rows(
 
     (writer, _), places = engine(20), 20
     serve(packs, model, writer, 4)
-    reader, pack = engine(places)
+    reader, _ = engine(places)
     adopted = reader.cache.adopted
     assert adopted == writer.cache.used > 0
     done = threading.Event()

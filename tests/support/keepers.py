@@ -53,7 +53,7 @@ def _everybodys_keeper() -> Path:
 def shared_arena(
     places: int, stride: int, *, private: int = 0, locker: PageLocker | None = None
 ) -> SharedArena:
-    """A MakeArena: of `places` places the first `private` are not shared, if there are more. Nobody else has its key."""
+    """A MakeArena: of `places` places the first `private` are not shared, if there are more. Its key is its own."""
     check_geometry("host arena", places, stride)
     private = min(private, places - 1)
     want = Attach(secrets.token_hex(32), "test", places - private, stride, writable=locker is not None)

@@ -20,7 +20,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.keepers import KEY, attach, keeper, start_keeper
-from ziggurat.allocators.shared import lease as lease_module
 from ziggurat.allocators.shared import memory, messages
 from ziggurat.allocators.shared.arena import SharedArena, attach_arena
 from ziggurat.allocators.shared.errors import (
@@ -54,6 +53,10 @@ def put(arena: SharedArena, place: int, tag: int) -> None:
     arena.share.fill(place)
     arena.view(place)[:] = bytes([tag]) * arena.stride
     arena.share.publish(place, tag, 1000 + tag)
+
+
+def frozen(arena: SharedArena) -> bool:
+    return arena.share.frozen
 
 
 def rows(arena: SharedArena) -> dict[int, int]:
@@ -178,17 +181,17 @@ def test_the_second_engine_reads_the_same_memory(path: Path, segments: Segments)
 
 def test_nothing_is_evicted_while_somebody_reads(path: Path, segments: Segments) -> None:
     writer = attach(path)
-    assert not writer.share.frozen
+    assert not frozen(writer)
     readers = [attach(path), attach(path)]
-    assert writer.share.frozen, "before the reader had its grant"
+    assert frozen(writer), "before the reader had its grant"
     readers[0].close()
     gone(segments, 2)
-    assert writer.share.frozen
+    assert frozen(writer)
     readers[1].close()
     gone(segments, 1)
     thawed(writer)
     again = attach(path)
-    assert writer.share.frozen
+    assert frozen(writer)
     again.close()
     writer.close()
 
@@ -226,13 +229,12 @@ def test_a_freeze_waits_for_the_lock_of_the_cache(path: Path, segments: Segments
     thread = threading.Thread(target=lambda: readers.append(attach(path)))
     with lock:
         thread.start()
-        _settled(
-            lambda: segments.status().arenas[0].readers == (os.getpid(),)
-        )  # the keeper waits for the answer
-        assert not writer.share.frozen
+        # Until the keeper waits for the answer.
+        _settled(lambda: segments.status().arenas[0].readers == (os.getpid(),))
+        assert not frozen(writer)
         assert not readers
     thread.join()
-    assert writer.share.frozen
+    assert frozen(writer)
     readers[0].close()
     writer.close()
 
@@ -273,7 +275,7 @@ def test_engines_go_on_when_the_process_is_gone(path: Path) -> None:
     process.wait()
     assert all(event.wait(10) for event in told.values())
     assert writer.share.role == reader.share.role == "orphan"
-    assert writer.share.frozen, "the reader may still be there, and cannot say any more when it leaves"
+    assert frozen(writer), "the reader may still be there, and cannot say any more when it leaves"
     put(writer, 2, 20)
     assert rows(reader) == {10: 1, 20: 2}
     late = threading.Event()
@@ -400,7 +402,7 @@ def test_another_user_is_turned_away_on_both_sides(
     monkeypatch.setattr(socket.socket, "getsockopt", stranger)
     with pytest.raises(ArenaUnreachableError, match="belongs to user"):
         attach(path)
-    monkeypatch.setattr(lease_module.messages, "check_peer", lambda connection: 0)
+    monkeypatch.setattr(messages, "check_peer", lambda connection: 0)
     with _raw(path) as connection:
         connection.close()
     monkeypatch.undo()
