@@ -186,6 +186,7 @@ def run(part: Part) -> bool:
 
     answers = Path(part.answers)
     reference: dict[str, Outcome] = {}
+    resident: dict[str, Outcome] = {}  # of this engine
     if not part.resize or part.inline:
         if not answers.exists():
             print("the answers to compare with are not there: run the part `full` before", flush=True)
@@ -208,9 +209,10 @@ def run(part: Part) -> bool:
                     counters = Counters(service)
                     outcome = engine.run(batches[name], part.tokens)
                     expected = reference.setdefault(name, outcome)
+                    own = resident.setdefault(name, outcome) if part.inline and not case.control else None
                     counts = counters.taken()
                     totals = {key: totals[key] + count for key, count in counts.items()}
-                    good &= _judge(case, name, expected, outcome, counts)
+                    good &= _judge(case, name, expected, outcome, counts, own)
             good &= _judge_case(part, case, totals)
             if part.resize and not part.inline and case is part.cases[0]:
                 answers.write_bytes(pickle.dumps(reference))
@@ -224,11 +226,23 @@ def _replay(service: Any, *, enabled: bool) -> None:
     runner._settings = dataclasses.replace(runner._settings, replay_enabled=enabled)
 
 
-def _judge(case: Case, name: str, expected: Outcome, found: Outcome, counts: dict[str, int]) -> bool:
-    """Print one line about a batch; whether it is as it must be."""
+def _judge(
+    case: Case,
+    name: str,
+    expected: Outcome,
+    found: Outcome,
+    counts: dict[str, int],
+    own: Outcome | None = None,
+) -> bool:
+    """Print one line about a batch; whether it is as it must be.
+
+    own: the all-resident pool's answer in this engine, where what is expected is another engine's.
+    """
     from ziggurat.integration.determinism.compare import differences
 
     problems = differences(expected, found)
+    if own is not None:
+        problems += [f"within this engine: {one}" for one in differences(own, found)]
     if case.control:
         problems = [] if problems else ["replay was off, and nothing differs: this gate proves nothing"]
     elif case.slots == ROWS and (counts["missed"] or counts["passes"] != counts["clean"]):

@@ -141,8 +141,10 @@ class Bench:
         print(f"{name}: failed\n{why[-3000:]}", flush=True)
 
     def _warm_up(self, name: str, server: Server, ready: float | None) -> None:
-        for load in self._loads:
-            run_load(server.port, Load(load.streams, 16), self._prompts)
+        # Twice what a round does: kernels that vLLM compiles when a batch of some size comes for the first time stop it
+        # for a second.
+        for load in (*self._loads, *self._loads):
+            run_load(server.port, load, self._prompts)
         self.measured[name] = {
             "ready_s": round(ready or 0.0, 1),
             "expert_bytes_on_gpu": SETUPS[name].resident_bytes(self._expert_bytes, self._layers),

@@ -92,7 +92,7 @@ def fio(case: Case, path: Path, seconds: float) -> Spent:
 
 
 def ours(
-    case: Case, reader: Reader, size: int, seconds: float, arena: memoryview, *, digest: bool = False
+    case: Case, reader: Reader, path: Path, seconds: float, arena: memoryview, *, digest: bool = False
 ) -> Spent:
     """One run of a reader: rows into places of an arena, in turn; BATCH_BYTES of them in a `read`."""
     places = len(arena) // case.row
@@ -105,7 +105,9 @@ def ours(
 
     began = time.perf_counter()
     counted, since, cpu = 0, 0.0, 0.0
-    for batch in _batches(case, size // case.row, batch_rows):
+    for batch in _batches(case, path.stat().st_size // case.row, batch_rows):
+        if not case.direct:
+            _forget(path)  # as fio does each time that it comes to the end of the file
         jobs = [
             ReadJob(row * case.row, arena[i % places * case.row : (i % places + 1) * case.row], row)
             for i, row in enumerate(batch)
@@ -140,26 +142,27 @@ def _cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def measure(case: Case, path: Path, seconds: float, rounds: int, arena: memoryview) -> dict[str, Any]:
-    """Medians of one case."""
+def measure(
+    case: Case, path: Path, seconds: float, rounds: int, arena: memoryview, only: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Medians of one case. only: names of readers, besides fio; none: all."""
     mode: DirectMode = "always" if case.direct else "never"
     uring = UringReader(path, direct=mode, depth=case.depth)
     fixed = UringReader(path, direct=mode, depth=case.depth)
     registered = fixed.register_memory(arena)
     pread = PreadReader(path, threads=case.depth, direct=mode)
-    size = path.stat().st_size
     few = arena[: case.depth * case.row]  # as much memory as fio reads into, over and over
     runs: dict[str, Callable[[], Spent]] = {
         "fio": lambda: fio(case, path, seconds),
-        "io_uring": lambda: ours(case, uring, size, seconds, few),
-        "pread": lambda: ours(case, pread, size, seconds, few),
-        "io_uring, checksums": lambda: ours(case, uring, size, seconds, few, digest=True),
-        "io_uring, arena of 1 GiB": lambda: ours(case, uring, size, seconds, arena),
+        "io_uring": lambda: ours(case, uring, path, seconds, few),
+        "pread": lambda: ours(case, pread, path, seconds, few),
+        "io_uring, checksums": lambda: ours(case, uring, path, seconds, few, digest=True),
+        "io_uring, arena of 1 GiB": lambda: ours(case, uring, path, seconds, arena),
     }
     if registered:
-        runs["io_uring, registered arena of 1 GiB"] = lambda: ours(case, fixed, size, seconds, arena)
-    found: dict[str, list[Spent]] = {name: [] for name in runs}
-    names = list(runs)
+        runs["io_uring, registered arena of 1 GiB"] = lambda: ours(case, fixed, path, seconds, arena)
+    names = [name for name in runs if not only or name == "fio" or name in only]
+    found: dict[str, list[Spent]] = {name: [] for name in names}
     try:
         for turn in range(rounds):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -215,6 +218,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="that are counted of one run")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument(
+        "--readers", nargs="+", default=(), help="beside fio, by the names in the result; default: all"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS / "stores.json")
     parser.add_argument("--commit")
     options = parser.parse_args(arguments)
@@ -231,7 +237,7 @@ def main(arguments: Sequence[str]) -> int:
         for case in CASES:
             if options.only not in case.name:
                 continue
-            cases.append(measure(case, path, options.seconds, options.rounds, arena))
+            cases.append(measure(case, path, options.seconds, options.rounds, arena, options.readers))
             for name, run in cases[-1]["runs"].items():
                 print(
                     f"{case.name}: {name}: {run['mb_per_s']:.0f} MB/s, {run['share_of_fio']:.3f} of fio, "

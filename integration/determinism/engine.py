@@ -36,6 +36,16 @@ ON_GPU: dict[str, Any] = {
     "kv_cache_memory_bytes": 1 << 30,
 }
 
+# Else every engine times several shapes of a reduction, and whether to join kernels, and takes the fastest: two engines
+# may add in another order.
+SAME_KERNELS: dict[str, Any] = {
+    "inductor_compile_config": {
+        "benchmark_combo_kernel": False,
+        "combo_kernels": False,
+        "deterministic": True,
+    }
+}
+
 
 class Engine:
     """One engine and the capture of its steps."""
@@ -74,7 +84,10 @@ def open_engine(
 ) -> Iterator[Engine]:
     """An engine of ``model`` behind ``tiers``; torn down completely on exit."""
     with tempfile.TemporaryDirectory(prefix="ziggurat-capture-") as folder:
-        arguments = {**SMALL_ENGINE, **(ON_GPU if current_platform.is_cuda() else {}), **engine}
+        arguments = {**SMALL_ENGINE, **engine}
+        if current_platform.is_cuda():
+            arguments = {**SMALL_ENGINE, **ON_GPU, **engine}
+            arguments["compilation_config"] = {**SAME_KERNELS, **engine.get("compilation_config", {})}
         # Engines collect garbage several times at their start; what is alive already need not be walked each time.
         # (Their end undoes it.)
         gc.freeze()

@@ -58,6 +58,11 @@ def test_verdicts_on_batches(case: Case, found: float, counts: dict[str, int], g
     assert _judge(case, "decode 1", outcome(1.0), outcome(found), {**COUNTS, **counts}) is good
 
 
+@pytest.mark.parametrize(("own", "good"), [(1.0, True), (1.5, False)])
+def test_an_inline_engine_also_gives_its_own_resident_answer(own: float, good: bool) -> None:
+    assert _judge(Case("few", 20), "decode 1", outcome(1.0), outcome(1.0), dict(COUNTS), outcome(own)) is good
+
+
 @pytest.mark.parametrize(
     ("part", "slots", "counts", "good"),
     [
