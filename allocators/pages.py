@@ -43,6 +43,7 @@ class PageRows:
     ) -> None:
         check_geometry(what, rows, stride)
         self._what, self.rows, self.stride = what, rows, stride
+        self.seam = 0  # bytes up to where memory of another kind begins
         # The kernel hands out address space on 4 KiB boundaries; what it does not need is never touched.
         spare += HUGE_PAGE - PAGE if huge else 0
         try:

@@ -75,7 +75,12 @@ class PinnedArena(RowPlaces):
             if node is not None and self._fresh:
                 numa.bind(address, self.nbytes, node)
             chunk = max(1, chunk_bytes // stride) * stride
-            ranges = [(start, min(chunk, self.nbytes - start)) for start in range(0, self.nbytes, chunk)]
+            # A driver may lock one kind of memory at a time only.
+            ranges = [
+                (start, min(chunk, end - start))
+                for begin, end in ((0, self._rows.seam), (self._rows.seam, self.nbytes))
+                for start in range(begin, end, chunk)
+            ]
             views = self._prepare(address, ranges, locker, progress, threads or _threads(len(ranges)))
             self.device_pointer = _device_pointer(views)
             if self.device_pointer is None and any(view is not None for _, view in views):

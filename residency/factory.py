@@ -172,7 +172,14 @@ def _arena(
         private = min(config.tiers.disk.readers, header.rows)
         try:
             return open_shared_arena(
-                place, host.share, header, one.arena_rows, private, kind=kind, numa=host.numa
+                place,
+                host.share,
+                header,
+                one.arena_rows,
+                private,
+                kind=kind,
+                numa=host.numa,
+                on_limit=host.on_limit,
             )
         except SharedArenaError as error:
             logger.warning("tiers.host.share: %s; this engine has an arena of its own", error)

@@ -142,12 +142,14 @@ def open_shared_arena(
     *,
     kind: str,
     numa: str | int,
+    on_limit: str,
 ) -> RowArena:
     """The same in the memory of the arena process at `socket`, behind `private` places for reads that are not kept.
 
     SharedArenaError if that cannot be had: then an arena of one's own can.
     """
     from ziggurat.allocators import opening
+    from ziggurat.allocators.errors import PageLockError
     from ziggurat.allocators.lockers import CudaLocker
     from ziggurat.allocators.shared.arena import attach_arena
     from ziggurat.allocators.shared.messages import Attach
@@ -157,8 +159,15 @@ def open_shared_arena(
     key, label = arena_key(header), arena_label(header)
     # Drivers lock pages for writing unless asked otherwise, and not all of them can be asked.
     want = Attach(key, label, places, header.stride, node, writable=pinned)
-    locker = CudaLocker(place.device.index) if pinned else None
-    return attach_arena(socket, want, private, locker=locker, progress=_progress())
+    if pinned:
+        try:
+            locker = CudaLocker(place.device.index)
+            return attach_arena(socket, want, private, locker=locker, progress=_progress())
+        except PageLockError as error:
+            if on_limit != "pageable":
+                raise
+            logger.warning("the arena is pageable, and copies from it are slower: %s", error)
+    return attach_arena(socket, want, private, progress=_progress())
 
 
 def map_arena(place: Placement, arena: RowArena | None) -> MappedArena:

@@ -142,7 +142,7 @@ class _Connection:
 
         def progress(ready: int, whole: int) -> None:
             nonlocal said
-            if ready - said >= _SAY_EVERY:
+            if ready == 0 or ready - said >= _SAY_EVERY:
                 said = ready
                 messages.send(self._connection, {"op": "progress", "ready": ready, "whole": whole})
 

@@ -44,7 +44,7 @@ class SharedRows(PageRows):
             aligned=private,
             spare=data_bytes - rows * stride,
         )
-        self._private = private
+        self._private, self.seam = private, private * stride
         self._writable = writable
         address = self.tensor.data_ptr() + private * stride
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)

@@ -23,6 +23,7 @@ __all__ = ["Holder", "Segments"]
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
+_SIGN_OF_LIFE = 5.0  # seconds between two words to somebody who waits for others' arenas
 _PATIENCE = 10.0  # seconds in which a writer says that it evicts nothing any more
 
 
@@ -93,17 +94,21 @@ class Segments:
         """A place at the arena of this key for `holder`, as its writer if it has none; made if it is not there.
 
         The descriptors of directory and rows are the caller's. ArenaRefusedError, and AllocatorError where memory is
-        made. Afterwards the holder must `leave`, also if this raises.
+        made. Afterwards the holder must `leave`, also if this raises. progress: called with the bytes that are ready,
+        0 while others have to be waited for, and those of the whole arena.
         """
-        with self._attaching:
+        while not self._attaching.acquire(timeout=_SIGN_OF_LIFE):
+            progress(0, want.nbytes)
+        try:
             segment = self._find(want) or self._make(want, progress)
             with self._changed:
                 segment.used = next(self._numbers)
                 if segment.writer is None or self._read(segment, holder):
                     return self._grant_writer(segment, want, holder)
-            return self._grant(
-                segment, Grant("reader", True, segment.data_bytes, segment.huge), want.writable
-            )
+            grant = Grant("reader", True, segment.data_bytes, segment.huge)
+            return self._grant(segment, grant, want.writable)
+        finally:
+            self._attaching.release()
 
     def _find(self, want: Attach) -> _Segment | None:
         with self._changed:

@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.budgets import FACTS, STRIDE, check_of
 from support.budgets import config as budget_config
 from support.budgets import machine as budget_machine
+from support.cuda_fakes import FakeLocker
 from support.fake_moe import FakeModel, FakePacks, Passes, bits_equal, open_tiers, tiers
 from support.keepers import keeper, start_keeper
 from support.wrapped_packs import WrappedPack
+from ziggurat.allocators import lockers
+from ziggurat.allocators.errors import PageLockError
+from ziggurat.allocators.lockers import LockRefusedError
 from ziggurat.allocators.shared.arena import attach_arena
 from ziggurat.allocators.shared.messages import Attach
 from ziggurat.kernels.codecs.registry import get_codec
@@ -24,6 +29,7 @@ from ziggurat.residency.errors import BudgetError, ConfigError
 from ziggurat.residency.factory import open_service
 from ziggurat.residency.ledger import arena_key
 from ziggurat.residency.metric_specs import SHARES
+from ziggurat.residency.placement import Placement, open_shared_arena
 from ziggurat.residency.service import ExpertService
 
 ROWS = 48
@@ -205,6 +211,47 @@ def test_nobody_asks_for_it_by_default(packs: FakePacks) -> None:
     with tiers(packs, slots=12) as service:
         assert role(service) is None
         assert service.metrics.value("ziggurat_arena_adopted_rows") == 0
+
+
+# -- for a GPU -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_gpu_gets_the_shared_memory_locked(
+    packs: FakePacks, socket: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    """With a driver that only writes down what it is asked to lock: each kind of memory by itself."""
+    ranges: list[tuple[int, int]] = []
+
+    class Locker(FakeLocker):
+        def lock(self, address: int, nbytes: int) -> int | None:
+            if refuses:
+                raise LockRefusedError("no", "try again")
+            ranges.append((address, nbytes))
+            return super().lock(address, nbytes)
+
+    monkeypatch.setattr(lockers, "CudaLocker", lambda device: Locker())
+    header = packs.open().header
+
+    def gpu_arena(on_limit: str) -> Any:
+        place = Placement(torch.device("cuda:0"))
+        return open_shared_arena(place, socket, header, 6, 2, kind="pinned", numa="none", on_limit=on_limit)
+
+    if refuses:
+        with pytest.raises(PageLockError):
+            gpu_arena("refuse")
+        arena = gpu_arena("pageable")
+        assert (arena.kind, arena.device_pointer, arena.share.role) == ("pageable", None, "writer")
+    else:
+        arena = gpu_arena("refuse")
+        start = arena.tensor.data_ptr()
+        assert arena.kind == "pinned"
+        assert sorted(ranges) == [(start, 2 * header.stride), (start + 2 * header.stride, 6 * header.stride)]
+        reader = gpu_arena("refuse")
+        assert (reader.share.role, reader.kind) == ("reader", "pinned")
+        assert not reader.view(3).readonly, "a driver locks pages for writing"
+        reader.close()
+    arena.close()
 
 
 # -- the rest of a restart -----------------------------------------------------------------------------------------
