@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ziggurat.residency import arena_size
+from ziggurat.residency.arena_size import Room
 from ziggurat.residency.budget_checks import MachineLimits, direct_check, disk_checks
 from ziggurat.residency.budget_plan import ArenaKind, Check, Plan, RankPlan
 from ziggurat.residency.config import TiersConfig
@@ -250,18 +252,7 @@ class _Planner:
     def _arena_rows(self, rank: int, kind: ArenaKind, pool_rows: int) -> int:
         size, bound = self.host.size, self._arena_bound(rank, kind, pool_rows)
         if size.is_auto:
-            if pool_rows >= self.total:
-                self.notes.append("no arena: the pool holds every expert")
-                return 0
-            part = self.total * _AUTO_PERCENT // 100 + self.direct_rows
-            wanted = min(max(part, self.arena_floor), self.total)
-            rows = wanted if bound is None else min(wanted, bound)
-            if rows < self.arena_floor:
-                self.notes.append(
-                    f"no arena: host memory has room for {rows} rows, fewer than {self._arena_needs()}"
-                )
-                return 0
-            return rows
+            return self._auto_arena_rows(rank, kind, pool_rows)
         rows = size.rows(stride=self.stride, total_rows=self.total)
         rows = self._capped(rows, "tiers.host.size", self.total)
         if self.host.on_limit != "shrink" or bound is None or rows <= bound or rows <= self.arena_floor:
@@ -272,6 +263,45 @@ class _Planner:
             f" ({format_bytes(shrunk * self.stride)}) to fit (tiers.host.on_limit: shrink)"
         )
         return shrunk
+
+    def _auto_arena_rows(self, rank: int, kind: ArenaKind, pool_rows: int) -> int:
+        """Every row that fits, since each one that is not in the arena comes from the disk."""
+        if pool_rows >= self.total:
+            self.notes.append("no arena: the pool holds every expert")
+            return 0
+        limits = (
+            ("host memory", self.machine.memory_available),
+            ("cgroup memory", self.machine.cgroup_headroom),
+        )
+        rooms = arena_size.memory_rooms(
+            limits, ranks=self.tp_size, pool_bytes=pool_rows * self.stride, on_cpu=self.on_cpu
+        )
+        if kind == "pinned":
+            rooms += self._pinned_rooms(rank)
+        if self.room is not None:
+            advice = "raise the --limit of `ziggurat arena` for more"
+            rooms = [Room(self.room // len(self.planned), "the arena process", advice)]
+        tightest = min(rooms, key=lambda room: room.nbytes, default=None)
+        rows = self.total if tightest is None else min(self.total, tightest.nbytes // self.stride)
+        if rows < self.arena_floor:
+            limit = "host memory" if tightest is None else tightest.limit
+            self.notes.append(f"no arena: {limit} has room for {rows} rows, fewer than {self._arena_needs()}")
+            return 0
+        note = arena_size.describe(rows, self.total, self.stride, tightest, inline=kind == "pinned")
+        self.notes.append(note if len(self.planned) == 1 else f"rank {rank}: {note}")
+        return rows
+
+    def _pinned_rooms(self, rank: int) -> Iterable[Room]:
+        """What a page-locked arena has beside host memory as a whole."""
+        if self.machine.memlock is not None:
+            yield Room(self.machine.memlock, "the locked-memory limit", "raise it with ulimit -l for more")
+        if (share := self._node_share(rank)) is not None:
+            node = self._node(rank)
+            yield Room(
+                share,
+                "the machine's memory" if node is None else f"NUMA node {node}",
+                "its reserve is left to everything else",
+            )
 
     def _arena_bound(self, rank: int, kind: ArenaKind, pool_rows: int) -> int | None:
         """Rows of arena that fit this rank's share of host memory and of its node, and its locked-memory limit."""

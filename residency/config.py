@@ -226,6 +226,19 @@ class PolicyConfig(_Section):
         "slru",
         "w-tinylfu",
     ] = "lfu-decay"
+    host: Literal[
+        "arc",
+        "clock",
+        "heat-weighted",
+        "lfru",
+        "lfu-decay",
+        "lru",
+        "s3-fifo",
+        "sieve",
+        "slru",
+        "w-tinylfu",
+    ] = "heat-weighted"
+    host_floor: Annotated[int, Field(ge=0, le=100)] | None = None
     prefetch: Annotated[tuple[str, ...], BeforeValidator(_read_prefetch)] = ()
 
 

@@ -16,6 +16,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from ziggurat.stores.packformat import PackHeader
+
 HEAT_VERSION = 1
 HALF_LIFE_STEPS = 1024.0
 _FORGOTTEN = 1e-9  # decayed below any influence; counts as never routed to
@@ -36,6 +38,13 @@ class HeatKey:
     def filename(self, tp_rank: int, tp_size: int) -> str:
         """One file per rank, so that ranks never write over each other."""
         return f"{self.codec}.{self.identity[:20]}.tp{tp_rank}of{tp_size}.heat.safetensors"
+
+
+def heat_file(header: PackHeader, folder: Path | None) -> tuple[HeatKey, Path | None]:
+    """The heat of a pack's rows, and where it is kept: in `folder`, or nowhere."""
+    h = header
+    key = HeatKey(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
+    return key, None if folder is None else folder / key.filename(h.tp_rank, h.tp_size)
 
 
 class HeatMap:

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from ziggurat.residency.ledger import Ledger
-from ziggurat.residency.policies.base import EvictionPolicy
+from ziggurat.residency.policies.base import NO_IDS, EvictionPolicy
 from ziggurat.residency.ports import RowArena, RowPack
 from ziggurat.residency.runtime_errors import HostCacheError
 from ziggurat.stores.pack import RowRequest
@@ -309,6 +309,7 @@ class HostCache:
         batch = RowBatch()
         with self._changed:
             self._learn()
+            self.policy.routed(self._layer_of(remaining), NO_IDS)
             for key in [key for key in remaining if key in self._place_of]:
                 place = self._place_of[key]
                 weight = remaining.pop(key)
@@ -316,6 +317,12 @@ class HostCache:
                     self.policy.touch(key, weight)
                 batch.rows.append(self._arrived(key, place, "arena", 0.0, epoch))
         return batch
+
+    def _layer_of(self, keys: Iterable[int]) -> int:
+        """The layer that keys are of; the last one of the model if they are of several, since a step begins anew when
+        these are there."""
+        layers = {key // self._experts for key in keys}
+        return layers.pop() if len(layers) == 1 else self._pack.header.layers - 1
 
     def _arrived(self, key: int, place: int, source: Source, seconds: float, epoch: int) -> ArrivedRow:
         readers = self._readers[place]
@@ -332,13 +339,7 @@ class HostCache:
         waited = False
         with self._changed:
             while True:
-                plan = [
-                    reservation
-                    for key, weight in remaining.items()
-                    if key not in self._reading
-                    and key not in self._place_of  # brought by another thread since we looked
-                    and (reservation := self._reserve_one(key, weight, keep)) is not None
-                ]
+                plan = self._plan(remaining, keep)
                 self._reading.update(item.key for item in plan if item.cached)
                 if plan:
                     return plan
@@ -373,18 +374,35 @@ class HostCache:
             self._ledger.vacate(place)
         return place
 
-    def _reserve_one(self, key: int, weight: float, keep: bool) -> _Reservation | None:
-        if keep or not self.staging:
-            if self._free:
-                return _Reservation(key, weight, self._free.pop(), cached=True)
-            if weight > 0.0:
+    def _plan(self, remaining: Mapping[int, float], keep: bool) -> list[_Reservation]:
+        """Places for remaining keys, in their order, as far as there are any.
+
+        Whoever may evict is asked until there is nothing to evict, and then no more: that answer may take a look at
+        every row in flight, and it is the same for the keys that follow.
+        """
+        plan: list[_Reservation] = []
+        caches = keep or not self.staging
+        evicts = caches
+        staging = [place for place in self._idle_staging if self.quiet(place)]
+        for key, weight in remaining.items():
+            if key in self._reading or key in self._place_of:  # brought by another thread since we looked
+                continue
+            place = self._free.pop() if caches and self._free else None
+            if place is None and evicts and weight > 0.0:
                 victim = self._victim_if_any()
-                if victim is not None:
-                    return _Reservation(key, weight, self._unbind(victim), cached=True)
-        for i in range(len(self._idle_staging) - 1, -1, -1):
-            if self.quiet(self._idle_staging[i]):
-                return _Reservation(key, weight, self._idle_staging.pop(i), cached=False)
-        return None
+                if victim is None:
+                    evicts = False
+                else:
+                    place = self._unbind(victim)
+            if place is not None:
+                plan.append(_Reservation(key, weight, place, cached=True))
+            elif staging:
+                place = staging.pop()
+                self._idle_staging.remove(place)
+                plan.append(_Reservation(key, weight, place, cached=False))
+            elif not evicts:
+                break
+        return plan
 
     def quiet(self, place: int) -> bool:
         """No step in flight may read the place."""
@@ -396,7 +414,8 @@ class HostCache:
         arrived: set[int] = set()
         pending = {item.key for item in plan}
         requests = [
-            RowRequest(*divmod(item.key, self._experts), self._arena.view(item.place)) for item in plan
+            RowRequest(*divmod(item.key, self._experts), self._arena.view(item.place), sole=item.cached)
+            for item in plan
         ]
         places = {item.key: item.place for item in plan}
         for item in plan:

@@ -28,7 +28,7 @@ from ziggurat.residency.errors import ResidencyError
 from ziggurat.residency.fetch import Entry, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.geometry_check import check_geometry
-from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
+from ziggurat.residency.heat import HeatMap, HeatNote, heat_file, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
 from ziggurat.residency.inline.cache import InlineCache
 from ziggurat.residency.inline.choice import MappedArena, choose
@@ -48,8 +48,8 @@ from ziggurat.residency.passes import (
     StepState,
     StepTokens,
 )
-from ziggurat.residency.policies.base import PolicySettings
-from ziggurat.residency.policies.registry import arena_policy, make_policy
+from ziggurat.residency.policies.base import EvictionPolicy, PolicySettings
+from ziggurat.residency.policies.registry import host_half_life, make_host_policy, make_policy
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import StepError
@@ -141,7 +141,7 @@ class ExpertService:
         self._arena = arena
         self._ring = ring
         self._readers = readers
-        self._heat_key, self._heat_path = _heat_file(pack, heat_folder)
+        self._heat_key, self._heat_path = heat_file(pack.header, heat_folder)
         self._state: PassState | None = None
         self._in_step = False
         self._closed = False
@@ -163,9 +163,9 @@ class ExpertService:
             consensus=consensus,
         )
         kind = InlineCache if self.choice.serving == "inline" else HostCache
-        order = make_policy(arena_policy(eviction))
+        policy = _host_policy(config, geometry)
         ledger = open_ledger(arena, pack, config.tiers.disk.verify)
-        self.cache = kind(pack, arena, order, experts=geometry.experts, staging=readers, ledger=ledger)
+        self.cache = kind(pack, arena, policy, experts=geometry.experts, staging=readers, ledger=ledger)
         self._fetcher = Fetcher(self.slots, self.cache)
         direct = open_direct(
             config.tiers.device.direct_layers, geometry, kernels, mapped, self.cache, pool.device
@@ -491,7 +491,10 @@ def _order(slots: int, seed: int | None) -> list[int]:
     return order
 
 
-def _heat_file(pack: RowPack, folder: Path | None) -> tuple[HeatKey, Path | None]:
-    h = pack.header
-    key = HeatKey(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
-    return key, None if folder is None else folder / key.filename(h.tp_rank, h.tp_size)
+def _host_policy(config: TiersConfig, geometry: ServiceGeometry) -> EvictionPolicy:
+    """The arena's policy, as the configuration says."""
+    half_life = host_half_life(geometry.experts, geometry.top_k)
+    known = PolicySettings(half_life, geometry.layers, geometry.experts)
+    percent = config.policy.host_floor
+    floor = None if percent is None else percent / 100
+    return make_host_policy(config.policy.host, known, floor=floor)

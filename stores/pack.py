@@ -44,11 +44,15 @@ _DAMAGED = (
 
 
 class RowRequest(NamedTuple):
-    """Read row (layer, expert) into `buffer`: writable, at least `stride` bytes. `layer` is a layer index."""
+    """Read row (layer, expert) into `buffer`: writable, at least `stride` bytes. `layer` is a layer index.
+
+    sole: the buffer is where the row stays, so that the page cache need not hold it a second time.
+    """
 
     layer: int
     expert: int
     buffer: memoryview
+    sole: bool = False
 
 
 class RowResult(NamedTuple):
@@ -153,7 +157,8 @@ class Pack:
         """
         header = self.header
         jobs: list[ReadJob] = []
-        for layer, expert, buffer in wanted:
+        sole: set[int] = set()
+        for layer, expert, buffer, stays in wanted:
             if not (0 <= layer < header.layers and 0 <= expert < header.experts):
                 raise IndexError(
                     f"row ({layer}, {expert}): {self.path} has {header.layers} layers of {header.experts} experts"
@@ -164,9 +169,11 @@ class Pack:
                 )
             offset = self._data_start + header.row_offset(layer, expert)
             jobs.append(ReadJob(offset, buffer.cast("B")[: header.stride], layer * header.experts + expert))
+            if stays:
+                sole.add(jobs[-1].tag)
         if len({job.tag for job in jobs}) < len(jobs):
             raise ValueError("a row is wanted twice in one call")
-        return self._read(jobs)
+        return self._read(jobs, set() if self._reader.direct else sole)
 
     def read_layers(self, layers: Sequence[int], memory: memoryview) -> Generator[RowResult]:
         """Whole layers (by index), one after another in the order of the file, into one piece of memory.
@@ -214,7 +221,7 @@ class Pack:
         """Wait for reads in progress and let the file go."""
         self._reader.close()
 
-    def _read(self, jobs: list[ReadJob]) -> Generator[RowResult]:
+    def _read(self, jobs: list[ReadJob], sole: set[int]) -> Generator[RowResult]:
         present: list[ReadJob] = []
         suspect: list[ReadJob] = []
         quarantined = self.quarantine.tags
@@ -226,23 +233,25 @@ class Pack:
         spent: dict[int, float] = {}
         for wanted, fresh in ((present, False), (suspect, True)):
             if wanted:
-                spent |= yield from self._attempt(wanted, {}, fresh=fresh, last=False)
+                spent |= yield from self._attempt(wanted, {}, sole, fresh=fresh, last=False)
         if spent:
             again = [job for job in jobs if job.tag in spent]
-            yield from self._attempt(again, spent, fresh=True, last=True)
+            yield from self._attempt(again, spent, sole, fresh=True, last=True)
 
     def _attempt(
-        self, jobs: list[ReadJob], before: dict[int, float], *, fresh: bool, last: bool
+        self, jobs: list[ReadJob], before: dict[int, float], sole: set[int], *, fresh: bool, last: bool
     ) -> Generator[RowResult, None, dict[int, float]]:
         """Read once and yield the rows that are good or, on the `last` attempt, have a wrong checksum.
 
         Returns the rows to read again and the seconds they took so far. fresh: from the disk, past the page cache.
+        sole: tags of the rows that leave the page cache as soon as they have arrived; a row that turns out to be bad
+        is read from the disk again anyway.
         """
         digests: dict[int, int] = {}
         again: dict[int, float] = {}
         buffers = {job.tag: job.buffer for job in jobs}
         stride = self.header.stride
-        with closing(self._reader.read(jobs, self._digester(digests), fresh=fresh)) as ends:
+        with closing(self._reader.read(jobs, self._on_arrival(digests, sole), fresh=fresh)) as ends:
             for tag, nbytes, seconds, error in ends:
                 seconds += before.get(tag, 0.0)
                 if error is not None:
@@ -289,15 +298,18 @@ class Pack:
                 return RowResult(*divmod(tag, self.header.experts), self.header.stride, spent, None)
         return self._bad(tag, nbytes, seconds, kind, reason)
 
-    def _digester(self, digests: dict[int, int]) -> Arrived | None:
-        """What the reading threads do with a row that arrived: compute its digest if it is to be checked."""
-        if self._verify == "never":
+    def _on_arrival(self, digests: dict[int, int], sole: set[int]) -> Arrived | None:
+        """What the reading threads do with a row that arrived: compute its digest if it is to be checked, and give its
+        pages back if they would be a second copy."""
+        if self._verify == "never" and not sole:
             return None
-        always = self._verify == "always"
+        always, never = self._verify == "always", self._verify == "never"
 
         def arrived(job: ReadJob) -> None:
-            if always or not self._good[job.tag]:
+            if always or not (never or self._good[job.tag]):
                 digests[job.tag] = row_digest(job.buffer)
+            if job.tag in sole:
+                self._reader.forget(job.offset, job.buffer.nbytes)
 
         return arrived
 

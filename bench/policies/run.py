@@ -18,6 +18,7 @@ from typing import Any, Final
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bench.policies import host  # noqa: E402
 from bench.results_io import RESULTS, provenance, read_json, write_json  # noqa: E402
 from ziggurat.residency.simulation.device import DeviceSettings  # noqa: E402
 from ziggurat.residency.simulation.events import make_events  # noqa: E402
@@ -35,7 +36,7 @@ COVERAGES: Final = (10.0, 19.0, 25.0, 50.0)
 BATCHES: Final = (1, 4, 16)
 HALF_LIVES: Final = (8, 16, 32, 64, 256)
 WINDOWS: Final = (16, 32, 128, 1 << 20)
-PARTS: Final = ("grid", "device", "prompts")
+PARTS: Final = ("grid", "device", "prompts", "host", "scans")
 DEMO: Final = ROOT / "bench" / "traces" / "demo_moe.npz"
 
 
@@ -77,6 +78,10 @@ def main(arguments: Sequence[str]) -> int:
         content["device"] = device_sweep(options.traces, options.sequences)
     if "prompts" in options.parts:
         content["prompts"] = prompts(options.sequences)
+    if "host" in options.parts:
+        content["host"] = host_study(options.traces, options.sequences)
+    if "scans" in options.parts:
+        content["host_scans"] = host.scans(_demo(options.sequences), min(4, options.sequences or 4))
     origin = provenance(["bench/policies/run.py", *arguments], at=options.commit)
     path = options.results / "policies.json"
     so_far = read_json(path)
@@ -194,9 +199,20 @@ def device_sweep(folder: Path | None, sequences: int | None) -> list[dict[str, A
     return lines
 
 
+def host_study(folder: Path | None, sequences: int | None) -> list[dict[str, Any]]:
+    """Arenas below the device's pool, on the traces that have an order."""
+    chosen = [shortened(one, sequences) for one in subjects(folder) if one.ordered and one.role == "test"]
+    return host.study((one.label, one.trace) for one in chosen)
+
+
+def _demo(sequences: int | None) -> Trace:
+    """The half of the committed trace that no constant was chosen on."""
+    return import_trace(DEMO).part(16, 16 + min(sequences or 16, 16), "demo")
+
+
 def prompts(sequences: int | None) -> list[dict[str, Any]]:
     """Four sequences side by side whose first half is a prompt: what scans do to the hits of decoding."""
-    whole = import_trace(DEMO).part(16, 16 + min(sequences or 16, 16), "demo")
+    whole = _demo(sequences)
     trace = Trace(whole.ids, whole.experts, whole.lengths, whole.lengths // 2, name=whole.name)
     events = make_events(trace, 4)
     lines = []

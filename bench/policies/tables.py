@@ -35,6 +35,12 @@ def policies(
     if "device" in result:
         parts += ["### Constants of the device's policy\n", device(result["device"], markdown)]
         parts.append(f"{origin(result['origins']['device'])}\n")
+    if "host" in result:
+        parts += ["### Policies of the arena\n", host(result["host"], markdown)]
+        parts.append(f"{origin(result['origins']['host'])}\n")
+    if "host_scans" in result:
+        parts += ["Prompts beside decoding, in the arena:\n", host_scans(result["host_scans"], markdown)]
+        parts.append(f"{origin(result['origins']['host_scans'])}\n")
     parts += ["### Speed of the simulator\n", speed(result["pairs_per_second"], markdown)]
     return "\n".join(parts)
 
@@ -116,3 +122,31 @@ def device(lines: Sequence[Mapping[str, Any]], markdown: Markdown) -> str:
 def speed(found: Mapping[str, int], markdown: Markdown) -> str:
     rows = [[f"`{name}`", f"{found[name] / 1000:.0f} k"] for name in _ORDER if name in found]
     return markdown(["policy", "routed pairs a second, one core"], rows)
+
+
+def host(lines: Sequence[Mapping[str, Any]], markdown: Markdown) -> str:
+    """A table for each trace and batch; an arena a row, sizes a column: rows read from disk a step, steps without."""
+    parts = []
+    for trace, batch in dict.fromkeys((line["trace"], line["batch"]) for line in lines):
+        here = [line for line in lines if (line["trace"], line["batch"]) == (trace, batch)]
+        streams = "one stream" if batch == 1 else f"{batch} streams"
+        header = [
+            f"{trace}, {streams}",
+            *(f"pool {line['pool']:g} %, arena {line['arena']:g} %" for line in here),
+        ]
+        rows = [["asked of the arena", *(f"{line['asked']:.2f}" for line in here)]]
+        for name in here[0]["arenas"]:
+            found = [line["arenas"][name] for line in here]
+            rows.append([f"`{name}`", *(f"{one['read']:.2f} ({one['none']:.0f} %)" for one in found)])
+        parts.append(markdown(header, rows))
+    return "\n".join(parts)
+
+
+def host_scans(lines: Sequence[Mapping[str, Any]], markdown: Markdown) -> str:
+    """Rows read a step without a prompt."""
+    header = ["rows read a step that only decodes", *(f"arena {line['arena']:g} %" for line in lines)]
+    rows = [
+        ["prompts displace nothing", *(f"{line['told']:.2f}" for line in lines)],
+        ["prompts count as use", *(f"{line['untold']:.2f}" for line in lines)],
+    ]
+    return markdown(header, rows)

@@ -17,9 +17,12 @@ from rich.table import Table
 from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.cli.plot import Line, Panel, draw_panels
 from ziggurat.residency.policies.base import PolicySettings
+from ziggurat.residency.policies.registry import HOST_POLICY
 from ziggurat.residency.simulation.cost import StepCost
 from ziggurat.residency.simulation.events import make_events
+from ziggurat.residency.simulation.host import run_arena, simulated_host_names
 from ziggurat.residency.simulation.importers import import_trace
+from ziggurat.residency.simulation.requests import Requests
 from ziggurat.residency.simulation.simulate import (
     BOUND,
     DEVICE,
@@ -73,6 +76,26 @@ def simulate_command(
             help="Let a layer evict rows of its own step, as the host does, which computes in rounds.",
         ),
     ] = False,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            "--host",
+            help="Also simulate a host arena below the pool: places in percent of the experts, separated by commas.",
+        ),
+    ] = None,
+    host_policy: Annotated[
+        str,
+        typer.Option(
+            "--host-policy",
+            help=f"Of the arena, separated by commas; all: {', '.join(simulated_host_names())}.",
+        ),
+    ] = f"lru,lfu-decay,{HOST_POLICY},{BOUND}",
+    host_floor: Annotated[
+        float | None,
+        typer.Option(
+            "--host-floor", min=0, max=100, help="Of each layer in the arena, in percent of an equal part."
+        ),
+    ] = None,
     row_size: Annotated[str, typer.Option("--row-size", help="Of one expert, such as 6.75MiB.")] = "6.75MiB",
     link: Annotated[float, typer.Option("--link", min=0.001, help="Host to device, GB/s.")] = 55.3,
     resident_ms: Annotated[
@@ -85,7 +108,8 @@ def simulate_command(
 ) -> None:
     """Simulate eviction policies on TRACE: hit ratio, missed rows, steps without a miss, bytes and predicted step time.
 
-    A layer's routed set in a step is one event: none of it may be evicted during it.
+    A layer's routed set in a step is one event: none of it may be evicted during it. With --host, what each pool lacks
+    is asked of arenas of several sizes under several policies, and what these lack is read from disk.
     """
     policies = _split(policy, "--policy")
     coverages = [_number(one, "--coverage") for one in _split(coverage, "--coverage")]
@@ -99,6 +123,7 @@ def simulate_command(
     unknown = [name for name in policies if name not in simulated_names()]
     if unknown:
         raise CliError(f"--policy: there is no {unknown[0]!r}; there are {', '.join(simulated_names())}")
+    arenas = _arenas(host, host_policy, host_floor)
     cost = StepCost(_row_bytes(row_size), link, resident_ms)
     found = _with_prompt(import_trace(trace), prompt)
     lines = []
@@ -109,6 +134,7 @@ def simulate_command(
                 continue
             for percent in coverages:
                 started = time.process_time()
+                requests = Requests.of(events) if arenas.places else None
                 result = simulate(
                     events,
                     name,
@@ -116,9 +142,12 @@ def simulate_command(
                     sharing=_POOLS[pool],
                     atomic=not rounds,
                     settings=PolicySettings(half_life=half_life),
+                    requests=requests,
                 )
                 seconds = time.process_time() - started
                 lines.append(_line(result, int(size), percent, cost, seconds))
+                if requests is not None:
+                    lines[-1]["host"] = arenas.run(requests)
     if not lines:
         raise CliError("the device's policy has one pool for all layers: add --pool shared")
     if DEVICE in policies and pool == "layer":
@@ -129,6 +158,41 @@ def simulate_command(
         typer.echo(json.dumps(_document(found, pool, cost, lines), indent=2))
     else:
         _show(found, pool, cost, lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Arenas:
+    """What to simulate below a pool. places: in percent of the experts. floor: of a layer, 0 to 1."""
+
+    places: list[float]
+    policies: list[str]
+    floor: float | None
+
+    def run(self, requests: Requests) -> list[dict[str, Any]]:
+        """Every size under every policy."""
+        return [
+            {
+                "size": percent,
+                **run_arena(requests, name, requests.places_for(percent), floor=self.floor).to_json(),
+            }
+            for percent in self.places
+            for name in self.policies
+        ]
+
+
+def _arenas(places: str | None, policies: str, floor: float | None) -> _Arenas:
+    if places is None:
+        return _Arenas([], [], None)
+    sizes = [_number(one, "--host") for one in _split(places, "--host")]
+    if any(one > 100 for one in sizes):
+        raise CliError(f"--host: {places} is more than all experts")
+    names = _split(policies, "--host-policy")
+    unknown = [name for name in names if name not in simulated_host_names()]
+    if unknown:
+        raise CliError(
+            f"--host-policy: there is no {unknown[0]!r} for an arena; there are {', '.join(simulated_host_names())}"
+        )
+    return _Arenas(sizes, names, None if floor is None else floor / 100)
 
 
 def _line(result: Result, batch: int, coverage: float, cost: StepCost, seconds: float) -> dict[str, Any]:
@@ -192,11 +256,40 @@ def _show(trace: Trace, pool: str, cost: StepCost, lines: list[dict[str, Any]]) 
                 f"{line['step_ms']['p99']:.3f}",
             )
         console.print(table)
+    for line in lines:
+        _show_arenas(console, line)
     console.print("hits are of all pairs; rows, MiB and ms are a step's, once the pool is full", markup=False)
     if not cost.resident_ms:
         console.print(
             "step times are of the misses alone; --resident-ms adds what computing takes", markup=False
         )
+
+
+def _show_arenas(console: Console, line: dict[str, Any]) -> None:
+    """The arenas below one pool."""
+    if not line.get("host"):
+        return
+    table = Table(
+        title=f"below {line['policy']}, batch {line['batch']}, {line['coverage']:g} %",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("arena", no_wrap=True)
+    for heading in ("places", "hits", "asked", "from disk", "no read"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in line["host"]:
+        hits = "-" if one["hit_ratio"] is None else f"{one['hit_ratio']:.2%}"
+        table.add_row(
+            f"{one['size']:g} %, {one['policy']}",
+            str(one["places"]),
+            hits,
+            f"{one['asked_per_step']:.2f}",
+            f"{one['read_per_step']:.2f}",
+            f"{one['no_read_share']:.1%}",
+        )
+    console.print(table)
 
 
 def _panels(lines: list[dict[str, Any]]) -> list[Panel]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable
 
 from ziggurat.residency.background import BackgroundThread
@@ -61,8 +62,8 @@ class Promoter(BackgroundThread):
     def _promote(self) -> bool:
         """Bring the hottest rows; whether some of them wait for a place that passes may still read."""
         with self._changed:
-            ranked = sorted(((self._heat_of(key), -key) for key in self._wanted), reverse=True)
-        hottest = [(-key, heat) for heat, key in ranked[: self._batch]]
+            ranked = heapq.nlargest(self._batch, ((self._heat_of(key), -key) for key in self._wanted))
+        hottest = [(-key, heat) for heat, key in ranked]
         report = self._cache.promote(hottest, self._heat_of, self._batch)
         self._report(report)
         if report.full and self._cache.resting:

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 IdArray = npt.NDArray[np.integer]
+NO_IDS: IdArray = np.zeros((0, 0), dtype=np.int64)
+"""For `routed` where only the layer is known."""
 
 
 @dataclass(frozen=True, slots=True)

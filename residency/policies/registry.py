@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from typing import Final
 
 from ziggurat.residency.policies.arc import ArcPolicy
 from ziggurat.residency.policies.base import EvictionPolicy, PolicySettings
 from ziggurat.residency.policies.clock import ClockPolicy
 from ziggurat.residency.policies.heat_weighted import HeatWeightedPolicy
+from ziggurat.residency.policies.layer_floor import LayerFloorPolicy
 from ziggurat.residency.policies.lfru import LfruPolicy
 from ziggurat.residency.policies.lfu_decay import LfuDecayPolicy
 from ziggurat.residency.policies.lru import LruPolicy
@@ -37,6 +39,10 @@ _FACTORIES: dict[str, Callable[[PolicySettings], EvictionPolicy]] = {
 }
 
 
+HOST_POLICY: Final = HeatWeightedPolicy.name
+"""What an arena has if nobody chooses: best or nearly so on every trace that was measured (docs/policies.md)."""
+
+
 def policy_names() -> tuple[str, ...]:
     """Every registered name, sorted."""
     return tuple(sorted(_FACTORIES))
@@ -51,10 +57,29 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> EvictionPo
     return factory(settings or PolicySettings())
 
 
-def arena_policy(name: str) -> str:
-    """The policy of the host arena beside a pool under policy `name`.
+def host_policy_names() -> tuple[str, ...]:
+    """Names of the policies that an arena can have.
 
-    What reaches the arena is what the pool lacked, not what layers are routed to, so that policies which look at
-    routing have nothing to go by there.
+    What reaches it is what the pool lacked, not what layers are routed to, so that a policy that learns from routing
+    has nothing to go by there.
     """
-    return LfuDecayPolicy.name if name in (HeatWeightedPolicy.name, NextUsePolicy.name) else name
+    return tuple(name for name in policy_names() if name != NextUsePolicy.name)
+
+
+def host_half_life(experts: int, top_k: int) -> float:
+    """Steps after which a use of a row counts half in an arena: as many as there are between two uses of an expert if
+    routing is even. The pool has what is used more often; half and twice as much is measured in docs/policies.md."""
+    return experts / top_k
+
+
+def make_host_policy(name: str, settings: PolicySettings, *, floor: float | None = None) -> EvictionPolicy:
+    """A fresh policy for an arena, one of `host_policy_names`. floor: of each layer, see `LayerFloorPolicy`; None does
+    not tell layers apart. UnknownPolicyError names the nearest."""
+    if name == NextUsePolicy.name:
+        raise UnknownPolicyError(
+            f"an arena cannot have the policy {name!r}, which learns from routing; there are "
+            f"{', '.join(host_policy_names())}"
+        )
+    if floor is None:
+        return make_policy(name, settings)
+    return LayerFloorPolicy(lambda one: make_policy(name, one), settings, floor)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Protocol
 
 from ziggurat.residency.passes import IntArray
 from ziggurat.residency.policies.base import EvictionPolicy
 
 Keys = Sequence[int]
+Below = Callable[[Keys, Keys], None]
+"""Hears of the keys and weights that a pool brings, a batch at a time; see `ziggurat.residency.simulation.host`."""
 
 
 class SimulatedPool(Protocol):
@@ -61,6 +63,7 @@ class PolicyPool:
         self._atomic = atomic
         self._routed = routed
         self._held: set[int] = set()
+        self.below: Below | None = None
 
     @property
     def used(self) -> int:
@@ -98,6 +101,10 @@ class PolicyPool:
                 policy.insert(keys[position], weights[position])
                 held.add(keys[position])
             self.fetched += len(portion)
+            if self.below is not None:
+                self.below(
+                    [keys[position] for position in portion], [weights[position] for position in portion]
+                )
 
     def _portions(self, weights: Keys, absent: list[int]) -> Iterator[list[int]]:
         """As `ziggurat.residency.rounds`: what only a scan wants comes last, in at most half a full pool at a time."""
@@ -119,6 +126,15 @@ class LayerPools:
     def __init__(self, pools: Sequence[PolicyPool], experts: int) -> None:
         self._pools = pools
         self._experts = experts
+
+    def tell(self, below: Below) -> None:
+        """Have `below` hear what the pools bring, by keys of the model."""
+        for layer, pool in enumerate(self._pools):
+            pool.below = self._shifted(below, layer * self._experts)
+
+    @staticmethod
+    def _shifted(below: Below, first: int) -> Below:
+        return lambda keys, weights: below([first + key for key in keys], weights)
 
     @property
     def fetched(self) -> int:

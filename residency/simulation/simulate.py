@@ -17,6 +17,7 @@ from ziggurat.residency.simulation.device import DevicePool, DeviceSettings
 from ziggurat.residency.simulation.errors import SimulationError
 from ziggurat.residency.simulation.events import Events
 from ziggurat.residency.simulation.pools import LayerPools, PolicyPool, SimulatedPool
+from ziggurat.residency.simulation.requests import Requests
 
 Sharing = Literal["layer", "shared"]
 BOUND: Final = "belady"
@@ -163,8 +164,8 @@ def make_pool(
     return LayerPools([PolicyPool(one, slots // layers, atomic=atomic) for one in policies], experts)
 
 
-def run(events: Events, policy: str, pool: SimulatedPool) -> Result:
-    """All steps of `events` through `pool`, which `policy` names."""
+def run(events: Events, policy: str, pool: SimulatedPool, requests: Requests | None = None) -> Result:
+    """All steps of `events` through `pool`, which `policy` names. requests: gets what the pool brings."""
     layers, experts = events.layers, events.experts_per_layer
     bounds = events.bounds.tolist()
     keys = (events.experts + _layer_of_entries(events) * experts).tolist()
@@ -176,6 +177,7 @@ def run(events: Events, policy: str, pool: SimulatedPool) -> Result:
     rows = np.zeros(steps, dtype=np.int64)
     evictions = np.zeros(steps, dtype=np.int64)
     tells = policy in _TELLS
+    asks = requests is not None and not _tell(pool, requests)
     cold = steps
     event = 0
     for step in range(steps):
@@ -186,10 +188,15 @@ def run(events: Events, policy: str, pool: SimulatedPool) -> Result:
             first, last = bounds[event], bounds[event + 1]
             event += 1
             ids = None if tokens is None else tokens[:, layer]
-            for position in pool.event(layer, keys[first:last], weights[first:last], ids):
+            absent = pool.event(layer, keys[first:last], weights[first:last], ids)
+            for position in absent:
                 missing += pairs[first + position]
                 decode_missing += weights[first + position]
+            if asks and absent and requests is not None:
+                requests.ask([keys[first + i] for i in absent], [weights[first + i] for i in absent])
         pool.end_step()
+        if requests is not None:
+            requests.end_step()
         missed[step], decode_missed[step] = missing, decode_missing
         rows[step], evictions[step] = pool.fetched - fetched_before, pool.evictions - evicted_before
         if cold == steps and pool.used == pool.capacity:
@@ -207,11 +214,23 @@ def simulate(
     atomic: bool = True,
     settings: PolicySettings | None = None,
     device: DeviceSettings | None = None,
+    requests: Requests | None = None,
 ) -> Result:
     """One policy at one coverage (percent of the experts)."""
     slots = slots_for(events, coverage, sharing)
     pool = make_pool(events, policy, slots, sharing=sharing, atomic=atomic, settings=settings, device=device)
-    return run(events, policy, pool)
+    return run(events, policy, pool, requests)
+
+
+def _tell(pool: SimulatedPool, requests: Requests) -> bool:
+    """Have a pool tell `requests` what it brings, in the portions in which a host would; whether it can."""
+    if isinstance(pool, PolicyPool):
+        pool.below = requests.ask
+    elif isinstance(pool, LayerPools):
+        pool.tell(requests.ask)
+    else:
+        return False
+    return True
 
 
 def _layer_of_entries(events: Events) -> IntArray:

@@ -66,6 +66,13 @@ class Reader(Protocol):
         """
         ...
 
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Let the page cache drop a piece that its reader keeps elsewhere. Safe in `arrived`.
+
+        Nothing happens where reads go past the page cache, to pages that others use, and on a closed reader.
+        """
+        ...
+
     def close(self) -> None:
         """Wait for reads in progress and let the file go. A later `read` raises ValueError. Idempotent."""
         ...

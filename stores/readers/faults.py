@@ -171,6 +171,9 @@ class FaultyReader:
     def read_ahead(self, pieces: Sequence[tuple[int, int]]) -> bool:
         return self._inner.read_ahead(pieces)
 
+    def forget(self, offset: int, nbytes: int) -> None:
+        self._inner.forget(offset, nbytes)
+
     def close(self) -> None:
         self._inner.close()
 

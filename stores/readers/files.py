@@ -63,6 +63,11 @@ class ReadableFile:
         """Drop a piece's clean pages from the page cache, so that the next read of it comes from the disk."""
         os.posix_fadvise(self.buffered, offset, length, os.POSIX_FADV_DONTNEED)
 
+    def release(self, offset: int, length: int) -> None:
+        """`forget` where reads go through the page cache; nothing otherwise, and nothing once it is closed."""
+        if self.direct is None and not self._closed:
+            self.forget(offset, length)
+
     def close(self) -> None:
         """Idempotent."""
         if not self._closed:

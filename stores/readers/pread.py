@@ -74,6 +74,9 @@ class PreadReader:
     def read_ahead(self, pieces: Sequence[tuple[int, int]]) -> bool:
         return self._file.read_ahead(pieces)
 
+    def forget(self, offset: int, nbytes: int) -> None:
+        self._file.release(offset, nbytes)
+
     def close(self) -> None:
         self._closed = True
         self._threads.shutdown(wait=True)

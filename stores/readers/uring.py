@@ -89,6 +89,9 @@ class UringReader:
     def read_ahead(self, pieces: Sequence[tuple[int, int]]) -> bool:
         return self.file.read_ahead(pieces)
 
+    def forget(self, offset: int, nbytes: int) -> None:
+        self.file.release(offset, nbytes)
+
     def register_memory(self, memory: memoryview) -> bool:
         """Pin memory that most reads go to once, for reads that begin later. It must outlive the reader.
 

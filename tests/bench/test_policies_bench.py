@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from bench import tables
-from bench.policies import run
+from bench.policies import host, run
 from bench.policies import tables as policy_tables
 from bench.results_io import read_json
 from ziggurat.residency.policies.registry import policy_names
+from ziggurat.residency.simulation.host import simulated_host_names
 from ziggurat.residency.simulation.simulate import simulated_names
 
 
@@ -31,11 +32,16 @@ def test_the_gap_is_between_the_best_classical_policy_and_the_bound() -> None:
 def test_parts_are_measured_and_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "COVERAGES", (10.0, 25.0, 50.0))
     monkeypatch.setattr(run, "BATCHES", (1, 2))
+    monkeypatch.setattr(host, "POOLS", (25.0,))
     arguments = ["--results", str(tmp_path), "--sequences", "2", "--commit", "0123456789abcdef"]
     assert run.main([*arguments, "--parts", "grid"]) == 0
-    assert run.main([*arguments, "--parts", "device", "prompts"]) == 0
+    assert run.main([*arguments, "--parts", "device", "prompts", "host", "scans"]) == 0
     found = read_json(tmp_path / "policies.json")
-    assert set(found["origins"]) == {"grid", "pairs_per_second", "device", "prompts"}
+    parts = {"grid", "pairs_per_second", "device", "prompts", "host", "host_scans"}
+    assert set(found["origins"]) == parts
+    for line in found["host"]:
+        read = {name: numbers["read"] for name, numbers in line["arenas"].items()}
+        assert min(read.values()) == read["belady"] <= line["asked"]
     assert {cell["role"] for cell in found["grid"]} == {"train", "test"}
     for cell in found["grid"]:
         rows = {name: numbers["rows"] for name, numbers in cell["policies"].items()}
@@ -43,4 +49,7 @@ def test_parts_are_measured_and_rendered(tmp_path: Path, monkeypatch: pytest.Mon
     page = tables.render("<!-- results:begin policies -->\n<!-- results:end policies -->\n", tmp_path)
     for name in simulated_names():
         assert f"`{name}`" in page
+    for name in (*simulated_host_names(), "lru by layer, floor 50%"):
+        assert f"`{name}`" in page
+    assert "prompts displace nothing" in page
     assert "commit `0123456789`" in page

@@ -36,6 +36,24 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_arenas_below_each_pool(short: Path) -> None:
+    asked = ["simulate", short, "--policy", "lru,device", "--coverage", "25", "--pool", "shared"]
+    arenas = ["--host", "25,100", "--host-policy", "lru,belady"]
+    found = json.loads(run(*asked, *arenas, "--json").stdout)
+    assert [line["policy"] for line in found["runs"]] == ["lru", "device"]
+    for line in found["runs"]:
+        assert [(one["size"], one["policy"]) for one in line["host"]] == [
+            (25.0, "lru"), (25.0, "belady"), (100.0, "lru"), (100.0, "belady")
+        ]  # fmt: skip
+        assert {one["asked"] for one in line["host"]} == {line["all"]["rows"]}
+        read = [one["read"] for one in line["host"]]
+        assert read[0] >= read[1] > read[2] == read[3]
+    page = run(*asked, *arenas, "--host-floor", "50").stdout
+    assert "below device, batch 1, 25 %" in page
+    assert "25 %, belady" in page
+    assert "host" not in json.loads(run(*asked, "--json").stdout)["runs"][0]
+
+
 def test_json_has_every_run_and_what_it_costs(short: Path) -> None:
     done = run(
         "simulate", short, "--policy", "lru,belady", "--coverage", "25,50", "--batch", "1,2", "--json",
@@ -114,6 +132,9 @@ def test_a_plot_that_cannot_be_written_is_a_refusal(tmp_path: Path) -> None:
         (["--coverage", "101"], SimulationError, "coverage of 101"),
         (["--batch", "1.5"], CliError, "fraction of a sequence"),
         (["--pool", "own"], CliError, "layer or shared"),
+        (["--host", "0"], CliError, "not greater than 0"),
+        (["--host", "101"], CliError, "more than all experts"),
+        (["--host", "25", "--host-policy", "next-use"], CliError, "no 'next-use' for an arena"),
         (["--row-size", "25%"], CliError, "no number of bytes"),
         (["--row-size", "big"], CliError, "--row-size"),
         (["--half-life", "-1"], CliError, "half-life is -1"),

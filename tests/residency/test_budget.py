@@ -273,7 +273,7 @@ def test_auto_takes_a_quarter_of_the_experts_where_all_are_too_many() -> None:
     result = plan(
         config(device="auto", host="auto"), facts, stride, machine=machine(memory_available=available)
     )
-    assert (result.ranks[0].pool_rows, result.ranks[0].arena_rows) == (250, 250)
+    assert (result.ranks[0].pool_rows, result.ranks[0].arena_rows) == (250, (7168 - 1000) // 2 // 4)
     tight = plan(config(device="auto", host="auto"), facts, stride, machine=machine(memory_available=1 << 30))
     spendable = ((1 << 30) - memory_reserve(1 << 30)) // stride
     assert tight.ranks[0].pool_rows == spendable // 2
@@ -284,6 +284,32 @@ def test_auto_takes_a_quarter_of_the_experts_where_all_are_too_many() -> None:
     )
     assert tiny.ranks[0].arena_rows == 0
     assert "no arena: host memory has room for" in tiny.notes[0]
+
+
+def test_an_arena_of_its_own_size_takes_every_row_that_fits_and_says_what_is_left() -> None:
+    facts = ModelFacts(layers=10, experts=100, top_k=4, hidden=256, intermediate=128)
+    stride = 4 << 20
+
+    def auto(**limits: Any) -> tuple[int, str, bool]:
+        gpu = machine(device="cuda:0", device_free=64 << 30, **limits)
+        result = plan(config(device="10 rows", host="auto"), facts, stride, machine=gpu)
+        return result.ranks[0].arena_rows, result.notes[-1], result.ok
+
+    rows, note, ok = auto(memory_available=64 << 30)
+    assert (rows, ok) == (1000, True)
+    assert "auto takes every row, 3.91 GiB; 8.00 GiB of 64.00 GiB are left to everything else" in note
+    rows, note, ok = auto(memory_available=3 << 30)
+    assert (rows, ok) == ((3 << 30) * 7 // 8 // stride, True)
+    assert f"auto takes {rows} of 1000 rows" in note
+    assert "host memory has no room for more; 384.00 MiB of 3.00 GiB are left" in note
+    assert "waits for the disk and runs again" in note
+    rows, note, ok = auto(memory_available=64 << 30, cgroup_headroom=2 << 30)
+    assert (rows, ok, "cgroup memory has no room" in note) == (448, True, True)
+    rows, note, ok = auto(memory_available=64 << 30, memlock=30 * stride)
+    assert (rows, ok, "the locked-memory limit has no room" in note) == (30, True, True)
+    rows, note, ok = auto(memory_available=64 << 30, nodes=(1,), node_available=((0, 60 << 30), (1, 1 << 30)))
+    assert (rows, ok, "NUMA node 1 has no room" in note) == (192, True, True)
+    assert auto()[0] == 1000, "nothing is known of the machine"
 
 
 def test_ranks_on_one_machine_share_its_memory() -> None:

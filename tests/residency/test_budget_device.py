@@ -80,7 +80,7 @@ def test_rows_of_direct_layers_take_places_of_the_arena_and_no_slots() -> None:
     )
     assert rank.ring_rows, "prompts stream these layers, too"
     auto = plan(config(device="auto", host="auto", direct_layers=[5]), FACTS, ROW, machine=gpu).ranks[0]
-    assert (auto.pool_rows, auto.arena_rows) == (160, 48 + 32)
+    assert (auto.pool_rows, auto.arena_rows) == (160, 192)
     everything = plan(config(device="1 row", host="100%", direct_layers=[*range(6)]), FACTS, ROW, machine=gpu)
     assert everything.ok
     assert everything.ranks[0].direct_rows == 192

@@ -11,7 +11,7 @@ from ziggurat.residency.policies import next_use
 from ziggurat.residency.policies.base import EvictionPolicy, PolicySettings
 from ziggurat.residency.policies.next_use import NextUsePolicy
 from ziggurat.residency.policies.next_use_compiled import compiled
-from ziggurat.residency.policies.registry import arena_policy, make_policy, policy_names
+from ziggurat.residency.policies.registry import make_policy
 from ziggurat.residency.runtime_errors import PolicyError
 
 
@@ -231,10 +231,3 @@ def test_more_tokens_than_are_followed_and_a_second_part_of_a_layer_do_no_harm()
         policy.routed(0, np.zeros((0, 4), dtype=np.int64))
         policy.advance()
     assert sorted(policy.order()) == list(range(64))
-
-
-def test_beside_a_policy_that_looks_at_routing_the_arena_counts_uses() -> None:
-    assert {arena_policy(name) for name in ("next-use", "heat-weighted")} == {"lfu-decay"}
-    assert all(
-        arena_policy(name) == name for name in policy_names() if name not in ("next-use", "heat-weighted")
-    )

@@ -109,7 +109,12 @@ def test_defaults() -> None:
             "device": {"size": "auto", "device": "auto", "staging": "auto", "direct_layers": []},
         },
         "codecs": {"base": "w2", "delta": None},
-        "policy": {"eviction": "lfu-decay", "prefetch": []},
+        "policy": {
+            "eviction": "lfu-decay",
+            "host": "heat-weighted",
+            "host_floor": None,
+            "prefetch": [],
+        },
         "miss": {"mode": "auto", "max_replays": 2, "then": "exact", "tolerance": 0},
         "heat": {"path": "auto", "save_every_steps": 256, "warm_start": True},
         "metrics": {"port": None},

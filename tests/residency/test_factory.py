@@ -32,7 +32,7 @@ def opened(packs: FakePacks, tiers: TiersConfig, pack: WrappedPack, **options: A
 
 @pytest.mark.parametrize(
     ("device", "host", "slots", "places"),
-    [("25%", "50%", 12, 24), ("5 rows", "auto", 5, 12), ("100%", "auto", 48, 2), ("1 rows", "0", 1, 2)],
+    [("25%", "50%", 12, 24), ("5 rows", "auto", 5, 48), ("100%", "auto", 48, 2), ("1 rows", "0", 1, 2)],
 )
 def test_tiers_have_the_sizes_of_the_plan(
     packs: FakePacks, model: FakeModel, device: str, host: str, slots: int, places: int

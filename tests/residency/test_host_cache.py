@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.fake_moe import FakePacks
+from support.page_cache import PAGE, drop, resident
 from support.wrapped_packs import WrappedPack
 from ziggurat.allocators.pageable import PageableArena
 from ziggurat.residency.host_cache import HostCache, RowBatch
 from ziggurat.residency.policies.registry import make_policy
 from ziggurat.residency.runtime_errors import HostCacheError
-from ziggurat.stores.pack import RowRequest
+from ziggurat.stores.pack import Pack, RowRequest
+from ziggurat.stores.readers.pread import PreadReader
 
 ROWS = 48
 
@@ -245,6 +249,32 @@ def test_an_abandoned_request_gives_every_place_back(packs: FakePacks) -> None:
     assert rig.get(range(6)).keys() == set(range(6))
 
 
+def test_a_step_that_can_evict_nothing_asks_once_and_not_for_each_row(
+    packs: FakePacks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(packs, places=12, staging=2)
+    rig.get(range(10))
+    epoch = rig.cache.open_epoch()
+    held = list(rig.cache.rows(dict.fromkeys(range(10), 1.0), epoch=epoch))
+    asked: list[int | None] = []
+    victim = rig.cache.policy.victim
+
+    def note(blocked: Container[int]) -> int | None:
+        asked.append(victim(blocked))
+        return asked[-1]
+
+    monkeypatch.setattr(rig.cache.policy, "victim", note)
+    rounds = 0
+    for batch in rig.cache.rows(dict.fromkeys(range(20, 44), 1.0), epoch=epoch):
+        rounds += 1
+        rig.cache.settle(batch)
+    assert rounds == 24, "staging brought all of them, two at a time"
+    assert asked == [None] * 12
+    for batch in held:
+        rig.check(batch)
+    rig.cache.close_epoch(epoch)
+
+
 # -- background fill -----------------------------------------------------------------------------------------------
 
 
@@ -370,3 +400,27 @@ def test_what_cannot_work_is_refused(packs: FakePacks) -> None:
     pack = packs.open()
     with pytest.raises(HostCacheError, match="stride"):
         HostCache(pack, PageableArena(2, pack.header.stride * 2), make_policy("lru"), experts=12, staging=1)
+
+
+def test_what_the_arena_keeps_is_not_kept_by_the_page_cache(packs: FakePacks, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(packs.paths[0], tmp_path))
+    if not drop(copy):
+        pytest.skip("the filesystem of the temporary folder has nothing but the page cache")
+    pack = Pack.open(copy, reader=PreadReader(copy, direct="never"))
+    cache = HostCache(pack, PageableArena(40, pack.header.stride), make_policy("lru"), experts=12, staging=4)
+    drop(copy)
+
+    def pages(key: int) -> int:
+        return resident(copy, pack._data_start + pack.header.row_offset(*divmod(key, 12)), pack.header.stride)
+
+    def get(keys: range, keep: bool) -> None:
+        epoch = cache.open_epoch()
+        for batch in cache.rows(dict.fromkeys(keys, 1.0), epoch=epoch, keep=keep):
+            cache.settle(batch)
+        cache.close_epoch(epoch)
+
+    get(range(30, 34), keep=False)
+    assert all(pages(key) == pack.header.stride // PAGE for key in range(30, 34)), "the only copy"
+    get(range(24), keep=True)
+    assert [key for key in range(24) if cache.holds(key) and pages(key)] == []
+    pack.close()

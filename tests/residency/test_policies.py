@@ -9,7 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ziggurat.residency.policies.base import EvictionPolicy, PolicySettings
-from ziggurat.residency.policies.registry import make_policy, policy_names
+from ziggurat.residency.policies.registry import (
+    host_policy_names,
+    make_host_policy,
+    make_policy,
+    policy_names,
+)
 from ziggurat.residency.runtime_errors import PolicyError, UnknownPolicyError
 
 KEYS = 12
@@ -92,12 +97,22 @@ def use(policy: EvictionPolicy, held: set[int], key: int, weight: float) -> None
         held.add(key)
 
 
-@pytest.mark.parametrize("name", policy_names())
+BY_LAYER = [f"{name} by layer" for name in host_policy_names()]
+
+
+def made(name: str) -> EvictionPolicy:
+    """A policy by its name in the lists of these tests; those by layer have four layers and a floor."""
+    plain = name.removesuffix(" by layer")
+    if plain == name:
+        return make_policy(name, PolicySettings(half_life=HALF_LIFE))
+    return make_host_policy(plain, PolicySettings(HALF_LIFE, 4, KEYS // 4), floor=0.5)
+
+
+@pytest.mark.parametrize("name", [*policy_names(), *BY_LAYER])
 @settings(max_examples=80, deadline=None)
 @given(ops=operations)
 def test_contract(name: str, ops: list[tuple[str, int, float]]) -> None:
-    first = make_policy(name, PolicySettings(half_life=HALF_LIFE))
-    second = make_policy(name, PolicySettings(half_life=HALF_LIFE))
+    first, second = made(name), made(name)
     held: set[int] = set()
     for op, number, weight in ops:
         if op == "use":
@@ -157,9 +172,9 @@ def test_same_victims_as_a_naive_implementation(name: str, ops: list[tuple[str, 
             assert policy.victim(blocked) == naive.victim(blocked)
 
 
-@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("name", [*policy_names(), *BY_LAYER])
 def test_misuse_is_an_error_that_names_the_key(name: str) -> None:
-    policy = make_policy(name)
+    policy = made(name)
     policy.insert(7)
     with pytest.raises(PolicyError, match="7"):
         policy.insert(7)

@@ -161,6 +161,9 @@ class Recording:
         self.calls.append(([offset for offset, _ in pieces], False))
         return self.inner.read_ahead(pieces)
 
+    def forget(self, offset: int, nbytes: int) -> None:
+        self.inner.forget(offset, nbytes)
+
     def close(self) -> None:
         self.inner.close()
 

@@ -182,6 +182,7 @@ def open_tiers(
     consensus: Consensus | None = None,
     pack: RowPack | None = None,
     eviction: str = "lfu-decay",
+    policy: dict[str, Any] | None = None,
     miss: dict[str, Any] | None = None,
     heat: dict[str, Any] | None = None,
     on_device: bool | None = None,
@@ -206,7 +207,7 @@ def open_tiers(
     config = config_for(
         packs.paths[0].parent,
         direct_layers=direct,
-        policy={"eviction": eviction},
+        policy={"eviction": eviction} if policy is None else policy,
         miss=miss or {},
         heat=heat or {},
     )

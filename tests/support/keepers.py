@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ziggurat.allocators.shared.arena import SharedArena, attach_arena
 from ziggurat.allocators.shared.errors import ArenaUnreachableError
 from ziggurat.allocators.shared.keeper import Keeper
 from ziggurat.allocators.shared.lease import ask_status
-from ziggurat.allocators.shared.messages import Attach
+from ziggurat.allocators.shared.messages import Attach, Status
 from ziggurat.allocators.shared.segments import Segments
 
 KEY = "ab" * 32
@@ -84,3 +84,46 @@ def wait_for_keeper(path: Path, process: subprocess.Popen[bytes]) -> None:
         assert process.poll() is None, f"it ended with {process.returncode}"
         os.sched_yield()
         time.sleep(0.005)
+
+
+def put(arena: SharedArena, place: int, tag: int) -> None:
+    """A whole row, all of whose bytes are its tag."""
+    arena.share.fill(place)
+    arena.view(place)[:] = bytes([tag]) * arena.stride
+    arena.share.publish(place, tag, 1000 + tag)
+
+
+def frozen(arena: SharedArena) -> bool:
+    return arena.share.frozen
+
+
+def rows(arena: SharedArena) -> dict[int, int]:
+    """tag -> place, after a look at the bytes."""
+    found = {}
+    for place, tag, checksum in arena.share.published():
+        assert checksum == 1000 + tag
+        assert bytes(arena.view(place)) == bytes([tag]) * arena.stride
+        found[tag] = place
+    return found
+
+
+def gone(segments: Segments, places: int = 0) -> Status:
+    """The status once all leases but `places` have ended."""
+    with segments._changed:
+        assert segments._changed.wait_for(
+            lambda: (
+                sum((one.writer is not None) + len(one.readers) for one in segments._segments.values())
+                == places
+            ),
+            10,
+        )
+    return segments.status()
+
+
+def settled(done: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    for _ in range(1000):
+        if done():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not come to that")
