@@ -46,6 +46,7 @@ MEASURED = RESULTS / "h200"
 SHAPE, CODEC_KERNEL, ROW_BYTES = "deepseek-v4-flash", "ziggurat w2", 6912 << 10
 DENSE_BYTES = 150e6  # of a layer's attention and shared expert, in bytes read
 _WARM = 64  # steps before what is counted
+_TRACED, _TRACED_RANKS = 192, 6  # positions and guesses of a trace
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,6 +60,9 @@ def main(arguments: Sequence[str]) -> int:
 
         windows = [window[:-1] for window in cut_windows(_stream(folder), options.windows)]
         ids, guesses = routed_and_guessed(folder, windows)
+    if options.trace is not None:
+        write_trace(options.trace, ids, guesses[Moment.MOE_INPUT])
+        return 0
     runs = []
     for tokens in options.tokens:
         times = measured_times(tokens)
@@ -79,6 +83,16 @@ def main(arguments: Sequence[str]) -> int:
     }
     write_json(options.output, result)
     return 0
+
+
+def write_trace(path: Path, ids: IdArray, guesses: IdArray) -> None:
+    """Routing with guesses, for `bench/harness/inline.py --lookahead`: `topk_ids` uint8 [sequences, positions, L, k],
+    and `guesses` [.., L, ranks]; layer 0 has none."""
+    part = (slice(None), slice(None, _TRACED))
+    np.savez_compressed(
+        path, topk_ids=ids[part].astype(np.uint8), guesses=guesses[part][..., :_TRACED_RANKS].astype(np.uint8)
+    )
+    print(f"{path}: {_TRACED} positions of {len(ids)} sequences", flush=True)
 
 
 def judge(
@@ -172,6 +186,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--windows", type=int, default=32, help="of 512 tokens of held-out text")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8], help="sequences decoded together")
+    parser.add_argument("--trace", type=Path, default=None, help="write routing and guesses there, no more")
     parser.add_argument("--output", type=Path, default=RESULTS / "lookahead.json")
     parser.add_argument("--commit", default=None, help="what to record where there is no git history")
     options = parser.parse_args(arguments)

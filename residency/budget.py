@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ziggurat.kernels.lookahead import lookahead_bytes
 from ziggurat.residency import arena_size
 from ziggurat.residency.arena_size import Room
-from ziggurat.residency.budget_checks import MachineLimits, direct_check, disk_checks
+from ziggurat.residency.budget_checks import MachineLimits, direct_check, disk_checks, lookahead_check
 from ziggurat.residency.budget_plan import ArenaKind, Check, Plan, RankPlan
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.direct_layers import direct_indices
@@ -200,7 +201,16 @@ class _Planner:
             ring_rows=ring.rows,
             ring_bytes=ring.total * self.stride,
             direct_rows=self.direct_rows,
+            spare_bytes=self._spare_bytes(pool_rows),
         )
+
+    def _spare_bytes(self, pool_rows: int) -> int:
+        """Where rows go that are fetched before they are asked for; nothing is where the pool has every row."""
+        if self.config.miss.lookahead and pool_rows >= self.most_slots:
+            self.notes.append("miss.lookahead has no effect beside a pool that holds every expert")
+        if not self.config.miss.lookahead or self.on_cpu or pool_rows >= self.most_slots:
+            return 0
+        return lookahead_bytes(self.stride)
 
     def _ring(self, pool_rows: int) -> RingShape:
         """Staging memory for prompts; none where the pool has every row or is host memory itself."""
@@ -239,9 +249,9 @@ class _Planner:
         if self.most_slots * self.stride <= memory // 4:
             return self.most_slots
         if not self.on_cpu:  # a pool that leaves something out has staging memory beside it
-            memory = max(
-                0, memory - ring_of(max(LEAST_ROWS, self._ring_rows()), self.experts).total * self.stride
-            )
+            beside = ring_of(max(LEAST_ROWS, self._ring_rows()), self.experts).total * self.stride
+            beside += lookahead_bytes(self.stride) if self.config.miss.lookahead else 0
+            memory = max(0, memory - beside)
         return max(min(part, memory // 2 // self.stride), self.pool_floor)
 
     def _device_room(self) -> int | None:
@@ -279,8 +289,7 @@ class _Planner:
         if kind == "pinned":
             rooms += self._pinned_rooms(rank)
         if self.room is not None:
-            advice = "raise the --limit of `ziggurat arena` for more"
-            rooms = [Room(self.room // len(self.planned), "the arena process", advice)]
+            rooms = [Room(self.room // len(self.planned), "the arena process", "raise its --limit for more")]
         tightest = min(rooms, key=lambda room: room.nbytes, default=None)
         rows = self.total if tightest is None else min(self.total, tightest.nbytes // self.stride)
         if rows < self.arena_floor:
@@ -333,6 +342,9 @@ class _Planner:
             yield self._arena_floor_check(ranks)
         if self.direct_rows:
             yield direct_check(self.direct_rows, kind, on_cpu=self.on_cpu)
+        miss = self.config.miss
+        if miss.lookahead and any(one.pool_rows < self.most_slots for one in ranks):
+            yield lookahead_check(miss.lookahead, miss.mode, kind, on_cpu=self.on_cpu)
         yield from self._asked_arena_checks(ranks)
         yield from self._memory_checks(ranks)
         if kind == "pinned":
@@ -370,19 +382,20 @@ class _Planner:
             )
         if self.on_cpu or self.machine.device_free is None:
             return
-        largest = max(ranks, key=lambda one: one.pool_bytes + one.ring_bytes)
+        largest = max(ranks, key=lambda one: one.pool_bytes + one.beside_bytes)
         workspace = self.machine.device_workspace
         staging = f" + {format_bytes(largest.ring_bytes)} of staging" if largest.ring_bytes else ""
+        spares = f" + {format_bytes(largest.spare_bytes)} of look-ahead" if largest.spare_bytes else ""
         kernels = f" + {format_bytes(workspace)} for the kernels" if workspace else ""
         lower = "tiers.device.staging" if largest.ring_bytes > largest.pool_bytes else "tiers.device.size"
         yield Check(
             "device memory",
-            largest.pool_bytes + largest.ring_bytes + workspace,
+            largest.pool_bytes + largest.beside_bytes + workspace,
             self.machine.device_free,
             "bytes",
             lower,
             f"lower {lower}",
-            f"pool{staging}{kernels}{self._of_rank(largest)}",
+            f"pool{staging}{spares}{kernels}{self._of_rank(largest)}",
         )
 
     def _pinned_checks(self, ranks: tuple[RankPlan, ...]) -> Iterable[Check]:

@@ -61,6 +61,21 @@ def direct_check(rows: int, kind: ArenaKind, *, on_cpu: bool) -> Check:
     return Check("direct layers", 1, int(able), "support", "tiers.device.direct_layers", advice, detail)
 
 
+def lookahead_check(guesses: int, mode: str, kind: ArenaKind, *, on_cpu: bool) -> Check:
+    """Whether rows can be fetched ahead. guesses, mode: `miss.lookahead` and `miss.mode`. kind: of the arena."""
+    detail, advice = f"{guesses} guesses a token, fetched from a pinned arena", "set miss.lookahead to 0"
+    if on_cpu:
+        detail = "a CPU computes with host memory and fetches nothing ahead"
+    elif mode == "replay":
+        detail = "only layers that fetch their own rows look ahead, and miss.mode is replay"
+        advice += ", or miss.mode to auto"
+    elif kind != "pinned":
+        detail += ", and the arena is pageable" if kind == "pageable" else ", and there is none"
+        advice += ", or set tiers.host.size and tiers.host.on_limit so that it is"
+    able = not on_cpu and mode != "replay" and kind == "pinned"
+    return Check("look-ahead", 1, int(able), "support", "miss.lookahead", advice, detail)
+
+
 def disk_checks(
     disk: DiskTierConfig, machine: MachineLimits, packs: int, pack_bytes: int, rows: int
 ) -> Iterable[Check]:

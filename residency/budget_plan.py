@@ -56,9 +56,9 @@ class RankPlan:
     """What one tensor-parallel rank allocates. `staging_bytes`: its reads in flight if it has no arena.
 
     `ring_parts`, `ring_rows`, `ring_bytes`: staging memory on the device through which prompts stream, in parts of so
-    many rows; 0 where nothing streams. `direct_rows`: the part of the arena whose rows are read in place and have no
-    slots. `pinned_bytes`: the part of the arena that is page-locked. `numa_node`: what
-    that is bound to, None for nothing.
+    many rows; 0 where nothing streams. `spare_bytes`: memory of the device for rows that are fetched ahead.
+    `direct_rows`: the part of the arena whose rows are read in place and have no slots. `pinned_bytes`: the part of the
+    arena that is page-locked. `numa_node`: what that is bound to, None for nothing.
     """
 
     rank: int
@@ -74,6 +74,12 @@ class RankPlan:
     ring_rows: int = 0
     ring_bytes: int = 0
     direct_rows: int = 0
+    spare_bytes: int = 0
+
+    @property
+    def beside_bytes(self) -> int:
+        """Device memory for rows beside the pool."""
+        return self.ring_bytes + self.spare_bytes
 
     @property
     def host_bytes(self) -> int:

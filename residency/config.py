@@ -23,6 +23,7 @@ from pydantic import (
     ValidationInfo,
 )
 
+from ziggurat.kernels.lookahead import MOST_GUESSES
 from ziggurat.residency.config_errors import explain
 from ziggurat.residency.errors import ConfigError
 from ziggurat.residency.sizes import Size, shorten
@@ -249,6 +250,7 @@ class MissConfig(_Section):
     max_replays: Annotated[int, Field(ge=0, le=64)] = 2
     then: Literal["exact"] = "exact"
     tolerance: Annotated[int, Field(ge=0)] = 0
+    lookahead: Annotated[int, Field(ge=0, le=MOST_GUESSES)] = 0
 
 
 class HeatConfig(_Section):

@@ -35,6 +35,16 @@ class HeatKey:
     hidden: int
     intermediate: int
 
+    @classmethod
+    def of(cls, header: PackHeader) -> HeatKey:
+        """Of the rows of a pack."""
+        h = header
+        return cls(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
+
+    def filename_of(self, header: PackHeader) -> str:
+        """The file of a pack's rank."""
+        return self.filename(header.tp_rank, header.tp_size)
+
     def filename(self, tp_rank: int, tp_size: int) -> str:
         """One file per rank, so that ranks never write over each other."""
         return f"{self.codec}.{self.identity[:20]}.tp{tp_rank}of{tp_size}.heat.safetensors"
@@ -42,9 +52,8 @@ class HeatKey:
 
 def heat_file(header: PackHeader, folder: Path | None) -> tuple[HeatKey, Path | None]:
     """The heat of a pack's rows, and where it is kept: in `folder`, or nowhere."""
-    h = header
-    key = HeatKey(h.identity, h.codec, h.codec_version, h.layers, h.experts, h.hidden, h.intermediate)
-    return key, None if folder is None else folder / key.filename(h.tp_rank, h.tp_size)
+    key = HeatKey.of(header)
+    return key, None if folder is None else folder / key.filename_of(header)
 
 
 class HeatMap:

@@ -14,6 +14,7 @@ import torch
 from ziggurat.kernels.admission import Admission
 from ziggurat.kernels.codecs.base import DecodedExpert
 from ziggurat.kernels.geometry import ExpertGeometry
+from ziggurat.kernels.lookahead import Guess, Lookahead
 from ziggurat.stores.pack import RowRequest, RowResult
 from ziggurat.stores.packformat import PackHeader
 
@@ -144,16 +145,26 @@ class LayerKernels(Protocol):
         tally: torch.Tensor | None,
         admission: Admission | None = None,
         layer: int = 0,
+        lookahead: Lookahead | None = None,
+        guess: Guess | None = None,
     ) -> torch.Tensor:
         """The whole layer -> [T, H] in x's dtype. An expert without a slot contributes zero.
 
         admission: the layer, number `layer` of its table, first makes its own experts resident, by the rules of
         `ziggurat.kernels.admission`; slots is its `table[layer]` then, pool its `pool`, and T at most part_tokens.
 
+        lookahead: of the admission; rows that were guessed by the layer before may have come to its spares already.
+        guess: rows that the next layer is likely to want are fetched beside this one, by the rules of
+        `ziggurat.kernels.lookahead`; then layer + 1 has to follow, with the same lookahead. Changes no result.
+
         prefill: uint8 [at least T], 1 = the token belongs to a prompt. counts: int32 [E, 2], set to the live pairs
         routed to each expert: of all tokens, of those that are not prefill. tally: int32 [2], increased by the live
         pairs whose expert has no slot, and by those whose id is outside 0..E-1.
         """
+        ...
+
+    def settle(self) -> None:
+        """Wait until no row is fetched any more for a layer that did not come: after a pass that broke off."""
         ...
 
     @property

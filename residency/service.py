@@ -17,6 +17,7 @@ from ziggurat.allocators.errors import AllocatorError
 from ziggurat.allocators.pageable import PageableArena
 from ziggurat.kernels.cpu import moe as cpu_ops
 from ziggurat.residency.account import Account
+from ziggurat.residency.arena_policy import host_policy
 from ziggurat.residency.background import BackgroundThread
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, NoConsensus
@@ -30,8 +31,9 @@ from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.geometry_check import check_geometry
 from ziggurat.residency.heat import HeatMap, HeatNote, heat_file, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
+from ziggurat.residency.inline.ahead import LookingAhead
 from ziggurat.residency.inline.cache import InlineCache
-from ziggurat.residency.inline.choice import MappedArena, choose
+from ziggurat.residency.inline.choice import MappedArena, check_lookahead, choose
 from ziggurat.residency.inline.churn import ArenaChurn
 from ziggurat.residency.inline.layers import InlineLayers
 from ziggurat.residency.inline.parts import Hooks, Inline
@@ -48,8 +50,8 @@ from ziggurat.residency.passes import (
     StepState,
     StepTokens,
 )
-from ziggurat.residency.policies.base import EvictionPolicy, PolicySettings
-from ziggurat.residency.policies.registry import host_half_life, make_host_policy, make_policy
+from ziggurat.residency.policies.base import PolicySettings
+from ziggurat.residency.policies.registry import make_policy
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import StepError
@@ -162,8 +164,9 @@ class ExpertService:
             whole_pool=pool.slots >= geometry.rows,
             consensus=consensus,
         )
+        check_lookahead(config.miss.lookahead, self.choice, whole_pool=pool.slots >= geometry.rows)
         kind = InlineCache if self.choice.serving == "inline" else HostCache
-        policy = _host_policy(config, geometry)
+        policy = host_policy(config.policy, geometry)
         ledger = open_ledger(arena, pack, config.tiers.disk.verify)
         self.cache = kind(pack, arena, policy, experts=geometry.experts, staging=readers, ledger=ledger)
         self._fetcher = Fetcher(self.slots, self.cache)
@@ -200,6 +203,7 @@ class ExpertService:
                 readers,
                 Hooks(self._arm, self.collect, lambda report: self._account.filled(report)),
                 direct,
+                config.miss.lookahead > 0,
             )
             self._layers, self._runner = self._inline.layers, self._inline.runner
         else:
@@ -216,6 +220,7 @@ class ExpertService:
             self._runner = StepRunner(
                 geometry, self.slots, self._fetcher, consensus, settings, self._layers, self._arm
             )
+        self.lookahead = LookingAhead(self._layers)  # whose guesses are fetched (`miss.lookahead`)
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
         self._account.serving(self.choice.serving)
         self._account.sharing(ledger, wanted=config.tiers.host.share is not None, adopted=self.cache.adopted)
@@ -489,12 +494,3 @@ def _order(slots: int, seed: int | None) -> list[int]:
     if seed is not None:
         random.Random(seed).shuffle(order)
     return order
-
-
-def _host_policy(config: TiersConfig, geometry: ServiceGeometry) -> EvictionPolicy:
-    """The arena's policy, as the configuration says."""
-    half_life = host_half_life(geometry.experts, geometry.top_k)
-    known = PolicySettings(half_life, geometry.layers, geometry.experts)
-    percent = config.policy.host_floor
-    floor = None if percent is None else percent / 100
-    return make_host_policy(config.policy.host, known, floor=floor)

@@ -30,6 +30,7 @@ from ziggurat.kernels.cuda.gather import GatherKernel  # noqa: E402
 from ziggurat.kernels.cuda.layer import CudaLayerKernels  # noqa: E402
 from ziggurat.kernels.cuda.units import IMAGES, target_for  # noqa: E402
 from ziggurat.kernels.geometry import ExpertGeometry  # noqa: E402
+from ziggurat.kernels.lookahead import GUESSED, MOST_TOKENS, Lookahead, make_lookahead  # noqa: E402
 from ziggurat.residency.ports import LayerKernels  # noqa: E402
 from ziggurat.stores.packformat import stride_of  # noqa: E402
 
@@ -117,6 +118,40 @@ class Case:
         arena.close()
         return found, state
 
+    def guessed(
+        self, kernels: LayerKernels, device: torch.device, room: int
+    ) -> tuple[torch.Tensor, Admission, Lookahead]:
+        """Two layers into `room` slots, with what the second one is routed to guessed by the first; the later result,
+        and the state. The last expert's rows are not in the arena."""
+        x, weights, ids, live = (t.to(device) for t in (self.x, self.weights, self.ids, self.live))
+        stride = self.pool.shape[1]
+        arena = PinnedArena(EXPERTS, stride)
+        arena.tensor.copy_(self.pool[self.slots.clamp(min=0).long()])
+        pool = torch.full((room, stride), 0xFF, dtype=torch.uint8, device=device)
+        state = make_admission(2, EXPERTS, arena.tensor, pool)
+        state.places.view(2, EXPERTS)[:, :-1] = torch.arange(EXPERTS - 1, dtype=torch.int32, device=device)
+        ahead = make_lookahead(state)
+        ahead.spare.fill_(0xFF)
+        for layer in (0, 1):
+            out = kernels.run(
+                x,
+                weights,
+                ids,
+                slots=state.table[layer],
+                pool=pool,
+                live=live,
+                prefill=None,
+                counts=None,
+                tally=None,
+                admission=state,
+                layer=layer,
+                lookahead=ahead,
+                guess=None if layer else lambda x: ids,
+            )
+        found = out.cpu()
+        arena.close()
+        return found, state, ahead
+
     def pieces(self, kernels: LayerKernels, device: torch.device) -> torch.Tensor:
         """The layer a few experts at a time; on the host."""
         x, weights, ids, live = (t.to(device) for t in (self.x, self.weights, self.ids, self.live))
@@ -167,6 +202,19 @@ def layers() -> list[str]:
                     for part in STATE
                     if not torch.equal(getattr(state, part).cpu(), getattr(twin, part))
                 ]
+            for room in (min(EXPERTS, TOP_K * tokens), 3 * EXPERTS):
+                if tokens > MOST_TOKENS:
+                    continue
+                out, state, ahead = case.guessed(ours, DEVICE, room)
+                _, twin, other = case.guessed(reference, torch.device("cpu"), room)
+                same = torch.equal(ahead.words.cpu()[: GUESSED + 1], other.words[: GUESSED + 1])
+                same &= all(torch.equal(getattr(state, part).cpu(), getattr(twin, part)) for part in STATE)
+                if not torch.equal(found[0].view(torch.int16), out.view(torch.int16)):
+                    wrong.append(f"{name}: looking ahead into {room} slots, a layer has other bits")
+                if not same:
+                    wrong.append(
+                        f"{name}: looking ahead into {room} slots, the state differs from the twin's"
+                    )
             if not (torch.equal(found[1], wanted[1]) and torch.equal(found[2], wanted[2])):
                 wrong.append(f"{name}: counts or tally differ")
     return wrong

@@ -11,11 +11,13 @@ from bench.harness.measure import Run, run_steps, start_anew
 from bench.harness.memory import SharedMemory
 from bench.harness.routing import Routing
 from bench.harness.stack import Stack
+from ziggurat.kernels.lookahead import CHUNK_BYTES
 from ziggurat.residency.prediction import Misses, StepEstimate, misses_of_routing
 from ziggurat.residency.service import ExpertService
 
 _MIB = 1 << 20
-INLINE, REPLAY = "inline", "replay"
+INLINE, REPLAY, AHEAD = "inline", "replay", "ahead"
+MODES = (INLINE, AHEAD, REPLAY)
 Done = Callable[[], None]
 Visit = Callable[[ExpertService, str, float], None]
 
@@ -24,7 +26,8 @@ Visit = Callable[[ExpertService, str, float], None]
 class Case:
     """One routing, and what was found for it. warm: steps that seed the tiers and are not measured.
 
-    resident: every row in the pool. forced: the same, but layers admit their experts nevertheless.
+    resident: every row in the pool. forced: the same, but layers admit their experts nevertheless. recall: of guesses,
+    the share of the experts of layers that have guesses which are among their token's.
     """
 
     label: str
@@ -35,6 +38,7 @@ class Case:
     forced: Run | None = None
     runs: dict[float, dict[str, Run]] = field(default_factory=dict)
     expected: dict[float, Misses] = field(default_factory=dict)
+    recall: float | None = None
 
 
 def measure(
@@ -45,9 +49,11 @@ def measure(
     left: Callable[[], float],
     done: Done,
     modes: Sequence[str] = (INLINE, REPLAY),
+    lookahead: int = 0,
     visit: Visit = lambda service, mode, coverage: None,
 ) -> None:
     """Fills `cases`. coverages: shares of the rows. left: seconds for more; without any, no pool is begun any more.
+    modes: AHEAD is INLINE with `lookahead` guesses a token, those of the cases' stacks.
 
     done: called after each pool, to save what there is. visit: called with each service after its cases, the mode and
     the coverage; the all-resident one's mode is "auto".
@@ -68,8 +74,13 @@ def measure(
             if left() <= 0:
                 print(f"no time left for {mode} at {coverage:.0%}", flush=True)
                 continue
-            with memory.service(slots, mode) as service:
+            ahead = mode == AHEAD
+            with memory.service(
+                slots, INLINE if ahead else mode, lookahead=lookahead if ahead else 0
+            ) as service:
                 for case in cases:
+                    if ahead:
+                        service.lookahead.by(case.stack.guess)
                     case.runs.setdefault(coverage, {})[mode] = run(service, case)
                 visit(service, mode, coverage)
             done()
@@ -101,6 +112,8 @@ def report(case: Case, stride: int, rows: int, link: float | None) -> dict[str, 
         "steps": case.routing.steps - case.warm,
     }
     resident = case.resident
+    if case.recall is not None:
+        result["recall"] = round(case.recall, 4)
     if resident is None:
         return result
     result["resident_ms"] = _ms(resident)
@@ -133,6 +146,7 @@ def _mode(run: Run, resident: Run, stride: int, link: float | None) -> dict[str,
     the two, which no order of work can beat."""
     steps = len(run.ms)
     rows = run.rows / steps
+    ahead = run.ahead
     found: dict[str, Any] = {
         "step_ms": _ms(run),
         "passes_per_step": round(sum(run.passes) / steps, 3),
@@ -147,6 +161,16 @@ def _mode(run: Run, resident: Run, stride: int, link: float | None) -> dict[str,
         found["link_ms"] = round(link_ms, 4)
         found["ratio"] = round(mean(run.ms) / (work + link_ms), 4)
         found["limit_ratio"] = round(mean(run.ms) / max(work, link_ms), 4)
+    if ahead.guessed:
+        chunk = CHUNK_BYTES / _MIB / steps
+        found["ahead"] = {
+            "guessed_rows_per_step": round(ahead.guessed / steps, 3),
+            "wanted_rows_per_step": round(ahead.matched / steps, 3),
+            "recall_missing": round(ahead.matched / max(1, run.rows), 4),
+            "fetched_mib_per_step": round(ahead.fetched * chunk, 3),
+            "used_mib_per_step": round(ahead.used * chunk, 3),
+            "wasted_mib_per_step": round((ahead.fetched - ahead.used) * chunk, 3),
+        }
     return found
 
 
@@ -178,7 +202,7 @@ def table(result: dict[str, Any]) -> str:
             f"{'same' if forced['same_bits'] else 'DIFFERENT'} bits"
         )
     for one in result.get("runs", ()):
-        lines += [_line(one, mode) for mode in (INLINE, REPLAY) if mode in one]
+        lines += [_line(one, mode) for mode in MODES if mode in one]
     return "\n".join(lines)
 
 
@@ -192,6 +216,12 @@ def _line(one: dict[str, Any], mode: str) -> str:
         text += (
             f"  link {run['link_ms']:.3f} ms, ratio {run['ratio']:.3f}, of the limit {run['limit_ratio']:.3f}"
         )
+    if "ahead" in run:
+        ahead = run["ahead"]
+        text += (
+            f", {ahead['guessed_rows_per_step']:.2f} rows guessed, {ahead['recall_missing']:.0%} of the missing among "
+            f"them, {ahead['used_mib_per_step']:.1f} MiB used, {ahead['wasted_mib_per_step']:.1f} wasted"
+        )
     if mode == INLINE and "error" in one.get("predicted", {}):
         text += f", predicted {one['predicted']['step_ms']:.3f} ms ({one['predicted']['error']:+.1%})"
     return f"{text}  {'same' if run['same_bits'] else 'DIFFERENT'} bits"
@@ -199,5 +229,5 @@ def _line(one: dict[str, Any], mode: str) -> str:
 
 def all_same(result: dict[str, Any]) -> bool:
     """Whether every run of a case has the bits of the all-resident one."""
-    runs = [one[mode] for one in result.get("runs", ()) for mode in (INLINE, REPLAY) if mode in one]
+    runs = [one[mode] for one in result.get("runs", ()) for mode in MODES if mode in one]
     return all(one["same_bits"] for one in [*runs, *([result["forced"]] if "forced" in result else [])])

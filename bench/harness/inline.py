@@ -1,14 +1,15 @@
 """Inline misses at real sizes without a model: decode beside replay and beside the all-resident step, churn, a prompt.
 
     python bench/harness/inline.py [--parts decode prompt timeline churn] [--shape deepseek-v4-flash] [--tokens 1 8]
-                                   [--coverage 50 25 19] [--routing mapped adjustable] [--hit 0.9]
+                                   [--coverage 50 25 19] [--routing mapped adjustable] [--hit 0.9] [--lookahead 3]
 
 One process and one arena for everything, since locking 70 GiB takes a minute. Coverages run the same steps, and outputs
 are compared bit by bit with those of the run with every expert resident. The link is measured in the same run, by large
 copies from page-locked memory. Routing: `mapped` is the recorded routing of a small model mapped onto the shape
-(bench/harness/mapping.py), `adjustable` sends a share --hit of the choices to a few hot experts of each layer. Written
-to `inline.json` in the result folder after each pool, so that a run that is cut short leaves what it has; churn, which
-has a shape of its own, to `churn.json`.
+(bench/harness/mapping.py), `adjustable` sends a share --hit of the choices to a few hot experts of each layer. With
+--lookahead N, N guesses a token of the next layer's experts are fetched beside each layer (mode `ahead`): recorded with
+the routing, or drawn with a given --recall. Written to `inline.json` in the result folder after each pool, so that a
+run that is cut short leaves what it has; churn, which has a shape of its own, to `churn.json`.
 """
 
 from __future__ import annotations
@@ -28,19 +29,23 @@ import torch  # noqa: E402
 from bench.harness import decode, prefill, timeline  # noqa: E402
 from bench.harness.churn import churn  # noqa: E402
 from bench.harness.decode import Case  # noqa: E402
+from bench.harness.guesses import drawn_guesses, mapped_guesses, recall_of  # noqa: E402
 from bench.harness.mapping import mapped  # noqa: E402
 from bench.harness.memory import SharedMemory  # noqa: E402
-from bench.harness.routing import adjustable  # noqa: E402
+from bench.harness.routing import IdArray, Routing, adjustable  # noqa: E402
 from bench.harness.rows import MemoryPack  # noqa: E402
 from bench.harness.run import link_gb_per_s  # noqa: E402
 from bench.harness.stack import Stack  # noqa: E402
 from bench.results_io import provenance, results_folder, write_json  # noqa: E402
 from bench.shapes import SHAPES, MoeShape  # noqa: E402
+from ziggurat.kernels.lookahead import MOST_GUESSES  # noqa: E402
 from ziggurat.residency.service import ExpertService  # noqa: E402
 
 TRACE = ROOT / "bench" / "traces" / "demo_moe.npz"
+GUESSES = ROOT / "bench" / "traces" / "demo_guesses.npz"
 PARTS = ("decode", "prompt", "timeline", "churn")
 _PROMPT_COVERAGE, _TIMELINE_COVERAGE = 0.19, 0.25
+_DRAWN_RECALL = 0.75  # about what routers let one guess
 _HOT_SHARE = 0.09  # of a layer's experts; the hot ones fit every pool that is measured
 
 
@@ -70,6 +75,7 @@ class Session:
             "intermediate": self._shape.intermediate,
             "codec": options.codec,
             "dense_mb_per_layer": options.dense_mb,
+            **({"lookahead": options.lookahead} if options.lookahead else {}),
             **origin,
         }
 
@@ -112,6 +118,7 @@ class Session:
                 done=self.save,
                 visit=self._visit,
                 modes=options.modes,
+                lookahead=options.lookahead,
             )
         self.save()
 
@@ -121,14 +128,24 @@ class Session:
             (options.steps, options.warm) if tokens == 1 else (options.batch_steps, options.batch_warm)
         )
         if kind == "mapped":
-            routing = mapped(TRACE, shape, tokens, steps + warm)
+            routing = mapped(GUESSES if options.lookahead else TRACE, shape, tokens, steps + warm)
         else:
             hot = max(shape.top_k, round(shape.experts * _HOT_SHARE))
             routing = adjustable(
                 steps + warm, shape.layers, shape.experts, shape.top_k, tokens, hit=options.hit, hot=hot
             )
-        stack = Stack(routing, shape.hidden, self._device, dense_bytes=round(options.dense_mb * 1e6))
-        return Case(f"{kind} M={tokens}", routing, warm, stack)
+        guesses = self._guesses(routing, kind) if options.lookahead else None
+        stack = Stack(
+            routing, shape.hidden, self._device, dense_bytes=round(options.dense_mb * 1e6), guesses=guesses
+        )
+        return Case(f"{kind} M={tokens}", routing, warm, stack, recall=recall_of(guesses, routing))
+
+    def _guesses(self, routing: Routing, kind: str) -> IdArray:
+        options = self._options
+        if kind == "mapped" and options.recall is None:
+            return mapped_guesses(GUESSES, self._shape, routing.tokens, routing.steps, options.lookahead)
+        recall = _DRAWN_RECALL if options.recall is None else options.recall
+        return drawn_guesses(routing, options.lookahead, recall)
 
     def _visit(self, service: ExpertService, mode: str, coverage: float) -> None:
         """What is measured on a service that is there anyway."""
@@ -220,7 +237,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--coverage", type=float, nargs="+", default=[50, 25, 19], help="percent of the experts"
     )
     parser.add_argument(
-        "--modes", nargs="+", choices=(decode.INLINE, decode.REPLAY), default=[decode.INLINE, decode.REPLAY]
+        "--modes",
+        nargs="+",
+        choices=decode.MODES,
+        default=None,
+        help=f"default: {decode.INLINE} and {decode.REPLAY}, with --lookahead {decode.AHEAD} instead of the latter",
+    )
+    parser.add_argument(
+        "--lookahead", type=int, default=0, help="guesses a token of the next layer's experts, fetched ahead"
+    )
+    parser.add_argument(
+        "--recall",
+        type=float,
+        default=None,
+        help="draw guesses each of which is right with this probability, instead of recorded ones",
     )
     parser.add_argument(
         "--routing", nargs="+", choices=("mapped", "adjustable"), default=["mapped", "adjustable"]
@@ -243,6 +273,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=None, help="folder; default: one named after the GPU")
     parser.add_argument("--commit", default=None, help="what to record where there is no git history")
     options = parser.parse_args(arguments)
+    options.modes = options.modes or [decode.INLINE, decode.AHEAD if options.lookahead else decode.REPLAY]
+    if not 0 <= options.lookahead <= MOST_GUESSES or (
+        decode.AHEAD in options.modes and not options.lookahead
+    ):
+        parser.error(f"--lookahead is 1 to {MOST_GUESSES} guesses a token for mode {decode.AHEAD}")
+    if options.recall is not None and not 0 <= options.recall <= 1:
+        parser.error("--recall is between 0 and 1")
     positive = (
         options.steps,
         options.batch_steps,

@@ -47,12 +47,12 @@ def mapped(path: Path, shape: MoeShape, tokens: int, steps: int) -> Routing:
         followed = (np.arange(tokens) + copy * tokens) % sequences
         first = trace[followed, :steps, here].swapaxes(0, 1).astype(np.int32)
         second = trace[followed, :steps, (here + 1) % layers].swapaxes(0, 1).astype(np.int32) % groups
-        ids[:, layer] = _pairs(first, second, recorded, groups, shape.top_k)
+        ids[:, layer] = pairs_of(first, second, recorded, groups, shape.top_k)
     source = f"{path.name} mapped onto {shape.layers} layers of {shape.experts} experts, top-{shape.top_k}"
     return Routing(ids, shape.experts, source)
 
 
-def _pairs(first: IdArray, second: IdArray, recorded: int, groups: int, top_k: int) -> IdArray:
+def pairs_of(first: IdArray, second: IdArray, recorded: int, groups: int, top_k: int) -> IdArray:
     """[..., top_k] distinct experts out of choices [..., k] of two layers."""
     k = first.shape[-1]
     order = sorted(((i, j) for i in range(k) for j in range(k)), key=lambda pair: (sum(pair), pair[0]))

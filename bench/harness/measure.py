@@ -19,6 +19,7 @@ from bench.harness.rows import MemoryPack
 from bench.harness.stack import Forward, Stack
 from bench.shapes import MoeShape
 from ziggurat.kernels.codecs.registry import get_codec
+from ziggurat.kernels.lookahead import LookaheadCounts
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.factory import open_service
 from ziggurat.residency.geometry import ServiceGeometry
@@ -72,6 +73,7 @@ class Run:
     misses: list[int] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
     rows: int = 0
+    ahead: LookaheadCounts = field(default_factory=lambda: LookaheadCounts(0, 0, 0, 0))
     outputs: list[torch.Tensor] = field(default_factory=list)
 
     def same_bits(self, other: Run) -> bool:
@@ -143,7 +145,7 @@ def run_steps(
         service.run_step(forward, tokens)
     run = Run(service.slots.slots)
     missed_before = missed_pairs(service)  # books what the warm-up steps have done, first
-    rows_before = _rows(service)
+    rows_before, ahead_before = _rows(service), service.lookahead.counts()
     for step in range(warm, routing.steps):
         stack.load(step)
         synchronize(stack.device)
@@ -158,6 +160,7 @@ def run_steps(
         if keep_outputs:
             run.outputs.append(result.value.clone())
     run.rows = _rows(service) - rows_before
+    run.ahead = service.lookahead.counts().since(ahead_before)
     return run
 
 

@@ -92,8 +92,11 @@ class SharedMemory:
             raise
 
     @contextmanager
-    def service(self, slots: int, mode: str, *, places: int | None = None) -> Iterator[ExpertService]:
-        """An open, cold service with that many slots. places: rows of its arena beside staging, None = all."""
+    def service(
+        self, slots: int, mode: str, *, places: int | None = None, lookahead: int = 0
+    ) -> Iterator[ExpertService]:
+        """An open, cold service with that many slots. places: rows of its arena beside staging, None = all. lookahead:
+        guesses of a token."""
         shape, header, place = self.shape, self.pack.header, self._place
         geometry = ServiceGeometry(
             shape.layers, shape.experts, shape.top_k, shape.hidden, shape.intermediate, header.layer_ids
@@ -101,7 +104,9 @@ class SharedMemory:
         places = READERS + (shape.rows if places is None else places)
         codec = get_codec(header.codec)
         with tempfile.TemporaryDirectory(prefix="ziggurat-harness-") as name:
-            tiers = Tiers(slots, places, self.device, self._max_tokens, {"mode": mode})
+            tiers = Tiers(
+                slots, places, self.device, self._max_tokens, {"mode": mode, "lookahead": lookahead}
+            )
             service = ExpertService(
                 tiers.config(Path(name), header.codec),
                 geometry,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import rms_norm
 
-from bench.harness.routing import Routing
+from bench.harness.routing import IdArray, Routing
 from ziggurat.residency.passes import PassPath
 
 Moe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -28,7 +28,7 @@ class Stack:
     """The layers, their static inputs, and the inputs of every step.
 
     moe: (layer, x, weights, ids) -> result, as `ExpertService.moe`. hidden: H. dense_bytes: of each layer's dense
-    matrix, 0 for none. dtype: of activations, bfloat16 or float16.
+    matrix, 0 for none. dtype: of activations, bfloat16 or float16. guesses: of `bench.harness.guesses`, None = none.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Stack:
         dtype: torch.dtype = torch.bfloat16,
         dense_bytes: int = 0,
         seed: int = 0,
+        guesses: IdArray | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         steps, layers, tokens, top_k = routing.ids.shape
@@ -47,6 +48,7 @@ class Stack:
         self.tokens = tokens
         self.device = device
         self._ids = torch.from_numpy(routing.ids).to(device)
+        self._guesses = None if guesses is None else torch.from_numpy(guesses).to(device)
         logits = torch.randn(steps, layers, tokens, top_k, generator=generator)
         self._weights = torch.softmax(logits, dim=-1).to(device)
         self._inputs = torch.randn(steps, tokens, hidden, generator=generator).to(device, dtype)
@@ -60,6 +62,7 @@ class Stack:
     def _make_static(self) -> None:
         """The tensors that a graph reads and writes."""
         self.ids = torch.zeros_like(self._ids[0])
+        self.guesses = None if self._guesses is None else torch.zeros_like(self._guesses[0])
         self.weights = torch.zeros_like(self._weights[0])
         self.x = torch.zeros_like(self._inputs[0])
         self.out = torch.zeros_like(self.x)
@@ -70,6 +73,7 @@ class Stack:
         part = slice(token, token + 1)
         alone.tokens = 1
         alone._ids = self._ids[:, :, part].contiguous()
+        alone._guesses = None if self._guesses is None else self._guesses[:, :, part].contiguous()
         alone._weights = self._weights[:, :, part].contiguous()
         alone._inputs = self._inputs[:, part].contiguous()
         alone._make_static()
@@ -78,8 +82,15 @@ class Stack:
     def load(self, step: int) -> None:
         """Make `step` the one that the next forward computes."""
         self.ids.copy_(self._ids[step])
+        if self._guesses is not None and self.guesses is not None:
+            self.guesses.copy_(self._guesses[step])
         self.weights.copy_(self._weights[step])
         self.x.copy_(self._inputs[step])
+
+    def guess(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """What layer number `layer` is guessed to be routed to in this step, int32 [T, N]; not by looking at x."""
+        assert self.guesses is not None
+        return self.guesses[layer]
 
     def forward(self, moe: Moe) -> torch.Tensor:
         """The output of the last layer [T, H], in a tensor that the next forward overwrites."""

@@ -148,6 +148,9 @@ def _tiers(result: Plan, folder: str) -> Table:
             where = f"{device}, in {rank.ring_parts} parts"
             rows = rank.ring_parts * rank.ring_rows
             table.add_row("staging", str(rank.rank), *_amounts(rows, result), where)
+        if rank.spare_bytes:
+            rows = rank.spare_bytes // result.stride
+            table.add_row("look-ahead", str(rank.rank), *_amounts(rows, result), device)
     return table
 
 

@@ -141,6 +141,10 @@ class TieredModel:
                 "this model class has experts that bypass vLLM's RoutedExperts and cannot be tiered"
             )
         config = self.settings.config
+        if config.miss.lookahead:
+            raise UnsupportedFeatureError(
+                f"miss.lookahead: {config.miss.lookahead} guesses a token, but in vLLM nobody guesses yet; set it to 0"
+            )
         ensure_packs(self.checkpoint, config, self.size)
         debug = self.settings.debug
         join_logs()

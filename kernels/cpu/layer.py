@@ -11,9 +11,11 @@ import torch
 from ziggurat.kernels.admission import Admission
 from ziggurat.kernels.codecs.base import Codec
 from ziggurat.kernels.cpu.admission import admit, copy_rows
+from ziggurat.kernels.cpu.lookahead import choose, copy_rows_ahead, fetch
 from ziggurat.kernels.cpu.moe import combine, expert_ffn
 from ziggurat.kernels.errors import CodecError
 from ziggurat.kernels.geometry import ExpertGeometry
+from ziggurat.kernels.lookahead import MOST_TOKENS, Guess, Lookahead
 
 __all__ = ["CpuLayerKernels"]
 
@@ -57,15 +59,25 @@ class CpuLayerKernels:
         tally: torch.Tensor | None,
         admission: Admission | None = None,
         layer: int = 0,
+        lookahead: Lookahead | None = None,
+        guess: Guess | None = None,
     ) -> torch.Tensor:
         """x [T, H], weights and ids [T, k] -> [T, H] in x's dtype; experts without a slot contribute zero.
 
         slots int32 [E]; pool uint8 [S, stride]; live int32 [1]; prefill uint8 [>= T]; counts int32 [E, 2] is set,
         tally int32 [2] is added to. admission: number `layer` of its layers first makes its experts resident.
+        lookahead: spares that rows may have come to already; guess: what the next layer is likely to be routed to.
         CodecError if slots and pool are not those of the admission, or for more than `part_tokens` rows of it.
         """
         if admission is not None:
             self._admit(admission, layer, x, topk_ids, slots, pool, live, prefill)
+            if lookahead is None:
+                copy_rows(admission)
+            else:
+                copy_rows_ahead(lookahead, admission, layer)
+                if guess is not None and len(x) <= MOST_TOKENS:
+                    choose(lookahead, admission, layer + 1, guess(x), live)
+                    fetch(lookahead, admission)
         self._start(live)
         self.add(x, topk_ids, live, slots=slots, pool=pool)
         alive = topk_ids[: int(live[0])].long()
@@ -101,7 +113,9 @@ class CpuLayerKernels:
         ):
             raise CodecError(f"slots and pool are not those of the admission's layer {layer}")
         admit(admission, layer, topk_ids, live, prefill)
-        copy_rows(admission)
+
+    def settle(self) -> None:
+        """Nothing is under way when a call has ended."""
 
     def begin(self, x: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor) -> None:
         """Start a layer: no contributions yet. CodecError for more than `part_tokens` rows."""

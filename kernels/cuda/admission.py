@@ -68,6 +68,10 @@ class AdmittedLayers:
             raise LayerError(f"slots and pool are not those of the admission's layer {layer}")
         return self._layers[layer]
 
+    def of(self, layer: int) -> AdmissionParams:
+        """Of layer number `layer`."""
+        return self._layers[layer]
+
     @staticmethod
     def _view(a: Admission, layer: int, arena: int) -> AdmissionParams:
         tensors = (a.table, a.owners, a.heat, a.last, a.places, a.copies, a.state, a.log)

@@ -26,8 +26,10 @@ from ziggurat.kernels.cuda.admission import (
 )
 from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.cuda.launch import Kernel
+from ziggurat.kernels.cuda.lookahead import AheadLayers, AheadParams
 from ziggurat.kernels.cuda.params import LayerParams, Mode
 from ziggurat.kernels.geometry import ExpertGeometry
+from ziggurat.kernels.lookahead import Guess, Lookahead
 
 #: Pairs that an expert gets on average up to which the decode GEMMs run: they take 8 pairs at a time, and every 8 more
 #: read the expert's row once more.
@@ -39,6 +41,7 @@ _PREFILL_PAIRS: Final = 64
 _COMBINE_THREADS: Final = 128
 _ROUTE_WARPS: Final = 32
 _HOST_DECIDES: Final = AdmissionParams()
+_NOTHING_GUESSED: Final = AheadParams()
 _OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _IO: Final = {torch.bfloat16: "bf16", torch.float16: "f16"}
 # Bytes of a decode warp's ring of two stages: Ring::BYTES in src/decode.cuh.
@@ -124,6 +127,7 @@ class CudaLayerKernels:
         self._params = self._workspace(codec)
         self._params.limit = math.inf if clamp is None else clamp
         self._admitted: AdmittedLayers | None = None
+        self._ahead: AheadLayers | None = None
 
     def _load(self, codec: str, index: int, source: KernelSource) -> None:
         """Every kernel, so that nothing is loaded during a capture."""
@@ -152,6 +156,9 @@ class CudaLayerKernels:
         self._large_route.reserve_shared(self._large_route_shared)
         self._combine = source.kernel(f"combine_{io}", index)
         self._gather = source.kernel("gather_missing", index)
+        self._gather_ahead = source.kernel("gather_ahead", index)
+        self._choice = source.kernel("choose_guesses", index)
+        self._fetch = source.kernel("fetch_guesses", index)
         decode = self._decode
         # One token's GEMMs need no list where every block has one unit of work: none whose row is there waits.
         units = self.top_k * -(-self.geometry.intermediate // decode.gate_up_rows)
@@ -202,6 +209,8 @@ class CudaLayerKernels:
         tally: torch.Tensor | None = None,
         admission: Admission | None = None,
         layer: int = 0,
+        lookahead: Lookahead | None = None,
+        guess: Guess | None = None,
     ) -> torch.Tensor:
         """A whole layer: x [T, H] -> [T, H]; experts without a slot contribute zero. See residency's LayerKernels."""
         x, topk_weights, topk_ids = self._checked(x, topk_weights, topk_ids)
@@ -209,6 +218,9 @@ class CudaLayerKernels:
         p.admission = (
             _HOST_DECIDES if admission is None else self._admission(admission, layer, x, slots, pool)
         )
+        ahead = None if lookahead is None else self._looking_ahead(lookahead, admission, layer)
+        p.ahead = _NOTHING_GUESSED if ahead is None else ahead.view(layer)
+        guesses = None if ahead is None or guess is None else ahead.ask(guess, x)
         out = torch.empty_like(x)
         p.slots, p.live, p.mode = slots.data_ptr(), live.data_ptr(), Mode.WHOLE
         p.pool, p.stride = pool.data_ptr(), pool.stride(0)
@@ -223,9 +235,14 @@ class CudaLayerKernels:
             p.prefill = None if prefill is None else prefill.data_ptr() + first
             self._route(gemms, count, count)
             if admission is not None:
-                self._gather.launch(GATHER_BLOCKS, GATHER_THREADS, p, dependent=True)
+                gather = self._gather if ahead is None else self._gather_ahead
+                gather.launch(GATHER_BLOCKS, GATHER_THREADS, p, dependent=True)
+            if ahead is not None and guesses is not None:
+                ahead.fetch(layer + 1, guesses, live)
             self._multiply(gemms, count)
             self._sum(out, first, count)
+        if ahead is not None:
+            ahead.join(layer)
         return out
 
     def _admission(
@@ -239,6 +256,24 @@ class CudaLayerKernels:
             arena = mapped_address(admission.arena, self.device.index)
             self._admitted = AdmittedLayers(admission, self.experts, arena)
         return self._admitted.view(layer, slots, pool)
+
+    def _looking_ahead(self, lookahead: Lookahead, admission: Admission | None, layer: int) -> AheadLayers:
+        """For the admission that `_admission` was asked about last."""
+        admitted = self._admitted
+        if admission is None or admitted is None:
+            raise LayerError("only layers that are admitted look ahead")
+        if self._ahead is None or self._ahead.lookahead is not lookahead:
+            self._ahead = AheadLayers(
+                lookahead, admitted.of, admission.layers, self.experts, self._choice, self._fetch
+            )
+        if layer == admission.first:
+            self._ahead.forget()
+        return self._ahead
+
+    def settle(self) -> None:
+        """Wait until no row is fetched any more for a layer that did not come: after a pass that broke off."""
+        if self._ahead is not None:
+            self._ahead.settle()
 
     def begin(self, x: torch.Tensor, topk_ids: torch.Tensor, live: torch.Tensor) -> None:
         """Start a layer that is computed in several chunks of experts. At most `part_tokens` tokens."""

@@ -6,6 +6,7 @@ import ctypes
 from enum import IntEnum
 
 from ziggurat.kernels.cuda.admission import AdmissionParams
+from ziggurat.kernels.cuda.lookahead import AheadParams
 
 
 class Mode(IntEnum):
@@ -56,4 +57,5 @@ class LayerParams(ctypes.Structure):
         ("limit", ctypes.c_float),
         ("route_blocks", ctypes.c_int32),
         ("admission", AdmissionParams),
+        ("ahead", AheadParams),
     ]

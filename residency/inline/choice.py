@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from ziggurat.residency.consensus import Consensus
+from ziggurat.residency.errors import ConfigError
 
 Serving = Literal["host", "inline", "replay"]
 SERVINGS: tuple[Serving, ...] = ("host", "inline", "replay")
@@ -61,3 +62,13 @@ def choose(
     if not able:
         return MissChoice("host", why)
     return MissChoice("inline", "the device reads the arena")
+
+
+def check_lookahead(guesses: int, choice: MissChoice, *, whole_pool: bool) -> None:
+    """Raises ConfigError if rows are to be fetched ahead (`miss.lookahead` > 0) where the device fetches none. With a
+    slot for every row there is nothing to fetch, and no reason to complain."""
+    if guesses and choice.serving != "inline" and not whole_pool:
+        raise ConfigError(
+            f"miss.lookahead: {guesses} guesses a token, but no row is fetched by the device ({choice.reason}); "
+            "set it to 0, or let misses be served inline"
+        )

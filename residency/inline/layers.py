@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ziggurat.kernels.lookahead import Guess, Lookahead
 from ziggurat.residency.device_layer import LateCounts
 from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.geometry import ServiceGeometry
@@ -27,6 +28,10 @@ from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.slots import ABSENT, SlotPool
 from ziggurat.residency.streaming.layers import StreamedLayers
 from ziggurat.residency.transfers import Download
+
+GuessOf = Callable[[int, torch.Tensor], torch.Tensor]
+"""Which experts a layer (index) may be routed to: from what went into the experts of the layer before, x [T, H], to
+integers [T, N], the likeliest first. Queues work on the current stream; see `ziggurat.kernels.lookahead`."""
 
 _SPARE = 24  # downloads of deferred passes that are at hand
 
@@ -53,7 +58,8 @@ class InlineLayers:
     of mode INLINE are `streamed`, and change no slot.
 
     want: called with the keys of rows that have left the pool and are not in the arena either. direct: layers that
-    have no slots, and are read in place.
+    have no slots, and are read in place. lookahead: spares for rows that are fetched before they are asked for;
+    `guess_of` says which, None: nobody guesses.
     """
 
     def __init__(
@@ -66,8 +72,11 @@ class InlineLayers:
         streamed: StreamedLayers,
         want: Callable[[Iterable[int]], None],
         direct: DirectLayers | None = None,
+        lookahead: Lookahead | None = None,
     ) -> None:
         self.defers = True
+        self.lookahead = lookahead
+        self.guess_of: GuessOf | None = None
         self.counts = InlineCounts.of(geometry.layers)
         self._geometry = geometry
         self._kernels = kernels
@@ -162,7 +171,18 @@ class InlineLayers:
             tally=device.tally,
             admission=device.admission if admits else None,
             layer=layer,
+            lookahead=self.lookahead if admits else None,
+            guess=self._guess(layer) if admits else None,
         )
+
+    def _guess(self, layer: int) -> Guess | None:
+        """What layer number `layer` has fetched for the next one, if that has slots and somebody guesses."""
+        of, after = self.guess_of, layer + 1
+        if self.lookahead is None or of is None or after >= self._geometry.layers:
+            return None
+        if self._direct is not None and self._direct.slots_of(after) is not None:
+            return None
+        return lambda x: of(after, x)
 
     # -- slots -------------------------------------------------------------------------------------------------
 
@@ -198,6 +218,7 @@ class InlineLayers:
 
     def recover(self) -> None:
         """Look at the device instead of that log. Deferred passes have been collected."""
+        self._kernels.settle()
         self._slots.mirror(*self._device.look())
         self._finished()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ziggurat.kernels.lookahead import make_lookahead
 from ziggurat.residency.consensus import Consensus
 from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.fetch import Fetcher
@@ -41,7 +42,7 @@ class Inline:
     """Layers, step runner and promotion of one service.
 
     arena: as the device sees it. ring: for eager passes, see `StreamedLayers`. batch: rows promoted at a time.
-    direct: layers without slots.
+    direct: layers without slots. lookahead: keep spares for rows that are fetched before they are asked for.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Inline:
         batch: int,
         hooks: Hooks,
         direct: DirectLayers | None = None,
+        lookahead: bool = False,
     ) -> None:
         self._cache = cache
         self._heat = heat
@@ -75,9 +77,18 @@ class Inline:
             first=admitting[0] if admitting else 0,
         )
         streamed = StreamedLayers(geometry, kernels, slots.pool, fetcher, state, ring, direct)
+        misses = slots.pool.slots < len(admitting) * geometry.experts
         self.promoter = Promoter(cache, self._heat_of, batch, hooks.filled)
         self.layers = InlineLayers(
-            geometry, kernels, slots, cache, state, streamed, self.promoter.want, direct
+            geometry,
+            kernels,
+            slots,
+            cache,
+            state,
+            streamed,
+            self.promoter.want,
+            direct,
+            make_lookahead(state.admission) if lookahead and misses else None,
         )
         self.runner = InlineStepRunner(
             geometry,

@@ -115,7 +115,7 @@ def test_defaults() -> None:
             "host_floor": None,
             "prefetch": [],
         },
-        "miss": {"mode": "auto", "max_replays": 2, "then": "exact", "tolerance": 0},
+        "miss": {"mode": "auto", "max_replays": 2, "then": "exact", "tolerance": 0, "lookahead": 0},
         "heat": {"path": "auto", "save_every_steps": 256, "warm_start": True},
         "metrics": {"port": None},
     }
@@ -143,6 +143,7 @@ def test_defaults() -> None:
         ("miss.mode", "replay"),
         ("miss.max_replays", "0"),
         ("miss.tolerance", "3"),
+        ("miss.lookahead", "16"),
         ("heat.path", "null"),
         ("heat.path", "heat.json"),
         ("heat.save_every_steps", "1"),
@@ -165,7 +166,10 @@ def test_a_value_is_kept_over_a_dump_and_over_pickling(path: str, value: str) ->
         (SMALLEST + "polcy: {}", 'unknown key "polcy"; did you mean "policy"?'),
         (SMALLEST + "host: {size: 1GiB}", 'unknown key "host"; did you mean "tiers.host"?'),
         (SMALLEST + "max_replay: 3", 'unknown key "max_replay"; did you mean "miss.max_replays"?'),
-        (SMALLEST + "miss: {zzz: 3}", 'unknown key "miss.zzz"; known here: mode, max_replays, then, tolerance'),
+        (
+            SMALLEST + "miss: {zzz: 3}",
+            'unknown key "miss.zzz"; known here: mode, max_replays, then, tolerance, lookahead',
+        ),
         (
             SMALLEST + "a.b: 3",
             'unknown key "a.b"; known keys: model, tiers, codecs, policy, miss, heat, metrics',
@@ -236,6 +240,7 @@ def test_every_key_with_one_letter_missing_is_refused_and_recognised(key: str) -
         ("miss.then", "fail", "expected exact, not 'fail'"),
         ("miss.tolerance", ".nan", "expected a whole number, not nan"),
         ("miss.tolerance", "-1", "at least 0, not -1"),
+        ("miss.lookahead", "17", "at most 16, not 17"),
         ("miss.max_replays", "10000000000000000000000", "at most 64"),
         ("heat.warm_start", "1", "expected true or false, not 1"),
         ("heat.save_every_steps", "0", "at least 1, not 0"),

@@ -15,6 +15,7 @@ from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.cpu.admission import admit, copy_rows
 from ziggurat.kernels.cpu.layer import CpuLayerKernels
 from ziggurat.kernels.geometry import ExpertGeometry
+from ziggurat.kernels.lookahead import Lookahead
 
 if TYPE_CHECKING:
     from ziggurat.residency.ports import LayerKernels
@@ -90,8 +91,10 @@ class Admitted:
         prefill: torch.Tensor | None,
         layer: int,
         tally: torch.Tensor | None = None,
+        lookahead: Lookahead | None = None,
+        guesses: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """An admitted layer; everything on the device."""
+        """An admitted layer; everything on the device. guesses: ids [T, N] of the next layer."""
         a = self.ours
         return self.kernels.run(
             x,
@@ -105,6 +108,8 @@ class Admitted:
             tally=tally,
             admission=a,
             layer=layer,
+            lookahead=lookahead,
+            guess=None if guesses is None else lambda x: guesses,
         )
 
     def follow(self, one: Call) -> None:

@@ -129,6 +129,8 @@ static int __popc(unsigned v) { return __builtin_popcount(v); }
 static int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
 template <class T> static T atomicAdd(T* at, T value) { T old = *at; *at += value; return old; }
 template <class T> static T atomicOr(T* at, T value) { T old = *at; *at |= value; return old; }
+template <class T> static T atomicExch(T* at, T value) { T old = *at; *at = value; return old; }
+template <class T> static T atomicCAS(T* at, T expected, T value) { T old = *at; if (old == expected) *at = value; return old; }
 static void __threadfence() {}
 template <class T> static T min(T a, T b) { return a < b ? a : b; }
 template <class T> static T max(T a, T b) { return a > b ? a : b; }

@@ -18,12 +18,15 @@ import torch
 from lanes.cuda_stubs import find_compiler
 from ziggurat.kernels.admission import Admission
 from ziggurat.kernels.cuda.admission import GATHER_BLOCKS, AdmittedLayers
+from ziggurat.kernels.cuda.lookahead import GuessParams, view_of
 from ziggurat.kernels.cuda.nvrtc import sources_of
 from ziggurat.kernels.cuda.params import LayerParams, Mode
 from ziggurat.kernels.cuda.units import SOURCES
 from ziggurat.kernels.cuda.workspace import SMALL_ROUTE_PAIRS, workspace_items
 from ziggurat.kernels.geometry import ExpertGeometry
+from ziggurat.kernels.lookahead import Lookahead
 
+_THREADS = 64  # of a block that moves rows: a chunk is 512 vectors of 16 bytes
 _SHIM = Path(__file__).with_suffix(".h")
 _ASSEMBLY = re.compile(r"asm(?: volatile)?\((.*?)\);", re.DOTALL)
 _OUTPUT, _ADDRESS = re.compile(r'"=r"\((\w+)'), re.compile(r'"l"\((.*?)\)(?=\s*(?::|$))')
@@ -44,7 +47,22 @@ extern "C" void gather(const Params* p, int blocks, int threads) {
     gridDim = Index{(unsigned)blocks, 1, 1};
     for (unsigned b = 0; b < gridDim.x; b++) {
         blockIdx = Index{b, 0, 0};
-        run_block(threads, 0, [] { copy_missing(*params); });
+        if (p->ahead.words) run_block(threads, 0, [] { copy_missing<true>(*params); });
+        else run_block(threads, 0, [] { copy_missing<false>(*params); });
+    }
+}
+static const Guess* guess;
+extern "C" void choose(const Guess* p, int order) {
+    guess = p;
+    blockIdx = Index{0, 0, 0};
+    run_block(CHOICE_THREADS, order, [] { choose_rows(*guess); });
+}
+extern "C" void fetch(const Guess* p, int blocks, int threads, int first, int last) {
+    guess = p;
+    gridDim = Index{(unsigned)blocks, 1, 1};
+    for (int b = first; b < last; b++) {
+        blockIdx = Index{(unsigned)b, 0, 0};
+        run_block(threads, 0, [] { fetch_rows(*guess); });
     }
 }
 extern "C" void finish(const Params* p) {
@@ -122,6 +140,7 @@ class HostLayer:
         order: int = 0,
         entry_pairs: int = 8,
         publish: bool = True,
+        lookahead: Lookahead | None = None,
     ) -> None:
         """Route, the gather and, unless told otherwise, what `combine` does about admission."""
         p = self.params
@@ -141,7 +160,9 @@ class HostLayer:
         small = SMALL_ROUTE_PAIRS
         compiled().route(ctypes.byref(p), large, 1024 if large else small, order, (32 + 5) * self.experts)
         if admission is not None:
-            compiled().gather(ctypes.byref(p), GATHER_BLOCKS, 64)
+            if lookahead is not None:
+                p.ahead = view_of(lookahead, admission.layers, layer)
+            compiled().gather(ctypes.byref(p), GATHER_BLOCKS, _THREADS)
             if publish:
                 compiled().finish(ctypes.byref(p))
 
@@ -149,3 +170,25 @@ class HostLayer:
         """(slot, begin, count, expert) of every entry, and how many come first that had their rows."""
         total, resident, _ = self.memory["entry_count"].tolist()
         return self.memory["entries"].view(-1, 4)[:total].tolist(), resident
+
+
+class HostGuesses:
+    """What runs beside a layer, over tensors of the CPU: guesses for layer number `layer`."""
+
+    def __init__(
+        self, lookahead: Lookahead, admission: Admission, layer: int, ids: torch.Tensor, live: torch.Tensor
+    ) -> None:
+        views = AdmittedLayers(admission, admission.experts, admission.arena.data_ptr())
+        self._kept = ids, live
+        self._params = GuessParams(views.of(layer), view_of(lookahead, admission.layers, layer))
+        self._params.ids, self._params.live = ids.data_ptr(), live.data_ptr()
+        self._params.tokens, self._params.width = ids.shape
+        self._params.ids_are_64 = ids.dtype is torch.int64
+        self._params.stride, self._params.experts = lookahead.spare.stride(0), admission.experts
+
+    def choose(self, order: int = 0) -> None:
+        compiled().choose(ctypes.byref(self._params), order)
+
+    def fetch(self, first: int = 0, last: int = GATHER_BLOCKS) -> None:
+        """By these blocks, to their ends unless they are called off."""
+        compiled().fetch(ctypes.byref(self._params), GATHER_BLOCKS, _THREADS, first, last)

@@ -1,12 +1,11 @@
 // A layer makes its own experts resident: the rules of `ziggurat.kernels.admission`, which says what happens in what
 // order. Block 0 of the route kernel follows them before it lists the work; `gather_missing` then copies the rows.
 #pragma once
-#include "params.cuh"
+#include "ahead.cuh"
 
 constexpr i32 CANDIDATES = WARP; // slots of a look: a lane each
 constexpr u32 HALF_LIFE = 64;
 constexpr u32 HEAT_UNIT = 1u << 12, HEAT_MOST = 0x7FFFFFFFu;
-enum { CLOCK = 0, HAND = 1, LOG_HEAD = 2, COPIES = 3 }; // words of `state`
 
 DEV u32 decayed(u32 heat, u32 age) {
     const u32 halvings = age / HALF_LIFE, rest = age % HALF_LIFE;
@@ -159,26 +158,20 @@ DEV bool admit(const Params& p, i32 clock, bool lacks, const ExpertSet& used, co
     return true;
 }
 
-constexpr i32 GATHER_THREADS = 512; // at most
-constexpr i32 GATHER_LOADS = 8;     // of 16 bytes, in flight per thread
-
-// The host may have put another row into a place since a launch read it last: a load at system scope sees no stale line.
-DEV uint4 load_system(const uint4* at) {
-    uint4 v;
-    asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3},[%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(at)
-                 : "memory");
-    return v;
-}
-
 // Rows of the copy list, arena -> pool. Chunks of all rows are dealt to the blocks in turn; `next` is the block's next
-// one, counted from the current row.
+// one, counted from the current row. AHEAD: what was guessed and is in a spare comes from there, while the link is waited
+// for.
+template <bool AHEAD>
 DEV void copy_missing(const Params& p) {
+    __shared__ Wanted wanted;
     const i32 rows = (i32)load_fresh((const u32*)p.admission.state + COPIES);
     const u32 vectors = (u32)(p.stride / 16), chunk = blockDim.x * GATHER_LOADS, chunks = (vectors + chunk - 1) / chunk;
+    const i32 guesses = AHEAD ? call_off(p, rows, chunks, wanted) : 0;
+    Arrived arrived(p, wanted, guesses);
     u32 next = blockIdx.x;
     for (i32 r = 0; r < rows; r++) {
+        for (i32 g = 0; AHEAD && g < guesses; g++)
+            if (wanted.row[g] == r) next += wanted.chunks[g] * gridDim.x;
         if (next < chunks) {
             const uint2 copy = load_fresh((const uint2*)p.admission.copies + r); // place, slot
             const uint4* const from = (const uint4*)(p.admission.arena + (i64)copy.x * p.stride);
@@ -189,6 +182,7 @@ DEV void copy_missing(const Params& p) {
 #pragma unroll
                 for (int i = 0; i < GATHER_LOADS; i++)
                     if (base + i * blockDim.x < vectors) held[i] = load_system(from + base + i * blockDim.x);
+                if (AHEAD) arrived.copy<GATHER_LOADS / 2>(vectors, chunk);
 #pragma unroll
                 for (int i = 0; i < GATHER_LOADS; i++)
                     if (base + i * blockDim.x < vectors) to[base + i * blockDim.x] = held[i];
@@ -196,6 +190,7 @@ DEV void copy_missing(const Params& p) {
         }
         next -= chunks;
     }
+    while (AHEAD && arrived.copy<GATHER_LOADS>(vectors, chunk)) {}
 }
 
 // By the last kernel of a layer of one token, when nobody looks into the table any more.

@@ -35,11 +35,22 @@
 
 // Between route and the GEMMs of an admitted layer. Rows that are in the pool are multiplied meanwhile: those GEMMs wait
 // for this kernel before the first row that is not, and at their end. Of one token, they do not even wait for route.
-KERNEL(gather_missing, GATHER_THREADS) {
-    if (p.direct) let_next_start();
-    wait_for_previous();
-    let_next_start();
-    copy_missing(p);
+#define GATHER(name, ...)                                                                                              \
+    KERNEL(name, GATHER_THREADS) {                                                                                     \
+        if (p.direct) let_next_start();                                                                                \
+        wait_for_previous();                                                                                           \
+        let_next_start();                                                                                              \
+        copy_missing<__VA_ARGS__>(p);                                                                                  \
+    }
+GATHER(gather_missing, false)
+GATHER(gather_ahead, true) // in its place where layers look ahead
+
+// Beside a layer, one after the other: what the next one is likely to want, and its rows on their way.
+extern "C" __global__ void __launch_bounds__(CHOICE_THREADS) choose_guesses(const __grid_constant__ Guess p) {
+    choose_rows(p);
+}
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS) fetch_guesses(const __grid_constant__ Guess p) {
+    fetch_rows(p);
 }
 
 #define GEMMS(suffix, ...)                                                                                             \

@@ -21,6 +21,15 @@ struct Admission { // the tensors of `ziggurat.kernels.admission`, seen by one o
     i32 first_key; // of the layer: its number times E
     i32 begins;    // whether it is the layer that begins a pass
 };
+enum { CLOCK = 0, HAND = 1, LOG_HEAD = 2, COPIES = 3 }; // words of `state`
+struct Ahead { // the tensors of `ziggurat.kernels.lookahead`, seen by the layer that is guessed
+    i32* words;    // null: nobody looks ahead, and `gather_missing` runs
+    int2* rows;    // [spares] place, key
+    i32* progress; // [2, spares, lanes] chunks that blocks have begun, and done
+    u8* spare;     // [spares, stride]
+    i32 spares, lanes;
+    i32 layers, layer;
+};
 enum { NOBODY = -1, WITHHELD = -2 }; // owners of slots without a row, and of those that are never used
 
 struct Params {
@@ -55,6 +64,16 @@ struct Params {
     float limit;
     i32 route_blocks; // of the route kernel
     Admission admission;
+    Ahead ahead;
+};
+struct Guess { // of what runs beside a layer; all as the next layer sees it
+    Admission admission;
+    Ahead ahead;
+    const void* ids; // [T, width] i32 or i64
+    const i32* live; // [1]
+    i64 stride;
+    i32 tokens, width, experts;
+    i32 ids_are_64;
 };
 enum { WHOLE = 0, BEGIN = 1, ADD = 2 };
 constexpr i32 RESIDENT = 1, READY = 2; // words of entry_count

@@ -1,0 +1,28 @@
+"""Looking ahead, as a service offers it: who guesses, and what came of it."""
+
+from __future__ import annotations
+
+from ziggurat.kernels.lookahead import FETCHED, GUESSED, MATCHED, USED, LookaheadCounts
+from ziggurat.residency.inline.layers import GuessOf, InlineLayers
+from ziggurat.residency.runtime_errors import StepError
+
+
+class LookingAhead:
+    """Of a service's layers, whatever kind they are."""
+
+    def __init__(self, layers: object) -> None:
+        self._layers = layers if isinstance(layers, InlineLayers) else None
+
+    def by(self, guess_of: GuessOf | None) -> None:
+        """Have layers fetch what `guess_of` says, `miss.lookahead` experts a token, from the next launch or capture on;
+        None: nothing. StepError for layers that have no spares."""
+        if self._layers is None or self._layers.lookahead is None:
+            raise StepError("no layer looks ahead: set miss.lookahead, and let misses be served inline")
+        self._layers.guess_of = guess_of
+
+    def counts(self) -> LookaheadCounts:
+        """What came of guesses since the start; waits for the device. Nothing where no layer looks ahead."""
+        if self._layers is None or self._layers.lookahead is None:
+            return LookaheadCounts(0, 0, 0, 0)
+        words = self._layers.lookahead.words.tolist()
+        return LookaheadCounts(*(words[i] & 0xFFFFFFFF for i in (GUESSED, MATCHED, FETCHED, USED)))
