@@ -65,6 +65,61 @@ def _decode(result: Mapping[str, Any], markdown: Markdown) -> str:
     return f"{markdown(header, rows)}\n{notes}\n"
 
 
+def ahead(result: Mapping[str, Any], markdown: Markdown) -> str:
+    """Decode steps with and without look-ahead, and what came of the guesses."""
+    rows = []
+    for case in result.get("cases", ()):
+        for one in case.get("runs", ()):
+            if not {"inline", "ahead"} <= one.keys():
+                continue
+            plain, run = one["inline"], one["ahead"]
+            gain = run["step_ms"]["mean"] / plain["step_ms"]["mean"] - 1
+            limits = [str(each.get("limit_ratio", "")) for each in (plain, run)]
+            guesses = run.get("ahead")
+            rows.append(
+                [
+                    f"{case['label']}: {one['coverage']:.0%}",
+                    f"{case['recall']:.0%}" if "recall" in case else "",
+                    f"{plain['step_ms']['mean']:.2f} ms",
+                    f"{run['step_ms']['mean']:.2f} ms ({gain:+.0%})",
+                    *limits,
+                    f"{run['missed_rows_per_step']:.1f}",
+                    *(_guesses(guesses) if guesses else [""] * 4),
+                    _bits(run),
+                ]
+            )
+    header = [
+        "routing: coverage",
+        "recall",
+        "inline",
+        "with look-ahead",
+        "of the limit, inline",
+        "with",
+        "missed rows",
+        "guessed rows",
+        "of the missing",
+        "used",
+        "wasted",
+        "bits",
+    ]
+    note = (
+        f"{result['layers']} layers of {result['experts']} experts, top-{result['top_k']}, `{result['codec']}` rows of "
+        f"{result['row_bytes'] / 2**20:.2f} MiB, {result['dense_mb_per_layer']:.0f} MB of other weights a layer, "
+        f"{result['lookahead']} guesses a token. Link: {result['link_gb_per_s']} GB/s. Mean times of a step; limit: "
+        "the larger of the resident step and the missed bytes over the link."
+    )
+    return f"{markdown(header, rows)}\n{note}\n\n{origin(result)}\n"
+
+
+def _guesses(found: Mapping[str, float]) -> list[str]:
+    return [
+        f"{found['guessed_rows_per_step']:.1f}",
+        f"{found['recall_missing']:.0%}",
+        f"{found['used_mib_per_step']:.1f} MiB",
+        f"{found['wasted_mib_per_step']:.1f} MiB",
+    ]
+
+
 def _run(label: str, one: Mapping[str, Any], mode: str) -> list[str]:
     run = one[mode]
     predicted = one.get("predicted", {}) if mode == "inline" else {}

@@ -220,6 +220,7 @@ GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]
     "transfers": gpu_tables.transfers,
     "harness": gpu_tables.harness,
     "inline": inline_tables.inline,
+    "inline_ahead": inline_tables.ahead,
     "churn": inline_tables.churn,
     "inline_gather": inline_tables.inline_gather,
     "serve": gpu_tables.serve,

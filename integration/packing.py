@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +14,18 @@ from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.config import TiersConfig
 from ziggurat.stores.builder import build_pack, expected_header
 from ziggurat.stores.checkpoint import Checkpoint
-from ziggurat.stores.errors import PackLockedError
-from ziggurat.stores.pack import Pack
+from ziggurat.stores.errors import PackIncompleteError, PackLockedError, PackMissingError
+from ziggurat.stores.pack import BUILDING_SUFFIX, Pack, VerifyMode
 from ziggurat.stores.packformat import PackHeader, pack_filename
 from ziggurat.stores.progress import NoProgress, ProgressSink
 from ziggurat.stores.readers.registry import open_reader
 from ziggurat.stores.rebuild import CheckpointRows
+
+#: What to do where packs are missing and there are no experts to make them from.
+IMPORT_ADVICE = (
+    "bring the pack with `ziggurat import FOLDER MODEL -c FILE` from what `ziggurat export` wrote, or run "
+    "`ziggurat pack` where the whole checkpoint is"
+)
 
 _LOCK_POLL_SECONDS = 0.5
 
@@ -51,8 +59,48 @@ def check_existing_packs(checkpoint: Checkpoint, config: TiersConfig, tp_size: i
     return missing
 
 
-def open_pack(checkpoint: Checkpoint, config: TiersConfig, rank: int, tp_size: int) -> Pack:
-    """Open one rank's pack with the reader that ``tiers.disk`` describes; damaged rows come from the checkpoint."""
+def require_packs(checkpoint: Checkpoint, config: TiersConfig, tp_size: int) -> list[Path]:
+    """`check_existing_packs`, but what is missing must be possible to build: a folder without experts cannot.
+
+    Raises PackMissingError, or PackIncompleteError for an import that was not finished, besides.
+    """
+    missing = check_existing_packs(checkpoint, config, tp_size)
+    if missing and not checkpoint.has_experts:
+        first = missing[0]
+        if first.with_name(first.name + BUILDING_SUFFIX).exists():
+            raise PackIncompleteError(
+                first, f"it is not complete, and {checkpoint.path} holds no expert tensors; {IMPORT_ADVICE}"
+            )
+        raise PackMissingError(
+            first,
+            f"there is no such pack, and {checkpoint.path} holds no expert tensors to make it from; {IMPORT_ADVICE}",
+        )
+    return missing
+
+
+def complete_sizes(checkpoint: Checkpoint, config: TiersConfig) -> list[int]:
+    """Tensor-parallel sizes for which the packs of all ranks are in the pack folder. Raises PackError for a bad one."""
+    stem = pack_filename(wanted_headers(checkpoint, config, 1)[0]).removesuffix(".tp0of1.safetensors")
+    sizes = {
+        int(match[1])
+        for path in config.tiers.disk.path.glob(glob.escape(stem) + ".tp0of*.safetensors")
+        if (match := re.fullmatch(r".*\.tp0of([1-9][0-9]{0,3})\.safetensors", path.name))
+    }
+    return sorted(size for size in sizes if not check_existing_packs(checkpoint, config, size))
+
+
+def open_pack(
+    checkpoint: Checkpoint,
+    config: TiersConfig,
+    rank: int,
+    tp_size: int,
+    *,
+    verify: VerifyMode | None = None,
+) -> Pack:
+    """Open one rank's pack with the reader that ``tiers.disk`` describes; damaged rows come from the checkpoint.
+
+    verify: instead of ``tiers.disk.verify``.
+    """
     header = wanted_headers(checkpoint, config, tp_size)[rank]
     disk = config.tiers.disk
     path = disk.path / pack_filename(header)
@@ -64,7 +112,7 @@ def open_pack(checkpoint: Checkpoint, config: TiersConfig, rank: int, tp_size: i
         rebuild = CheckpointRows(
             checkpoint.path, header, lambda opened: encoder_for(opened, config.codecs.base)
         )
-    return Pack.open(path, expect=header, reader=reader, verify=disk.verify, rebuild=rebuild)
+    return Pack.open(path, expect=header, reader=reader, verify=verify or disk.verify, rebuild=rebuild)
 
 
 def ensure_packs(
@@ -78,12 +126,12 @@ def ensure_packs(
     """Build the packs of all ranks unless they are there, and return their paths in rank order.
 
     wait: if another process builds them now, wait for it (ranks of one engine start together); otherwise
-    PackLockedError. A pack that exists but does not fit is an error and is left as it is.
+    PackLockedError. A pack that exists but does not fit is an error and is left as it is; so is one that is missing
+    where the checkpoint's folder holds no experts, see `require_packs`.
     """
     encoder = encoder_for(checkpoint, config.codecs.base)
     while True:
-        missing = check_existing_packs(checkpoint, config, tp_size)
-        if not missing:
+        if not require_packs(checkpoint, config, tp_size):
             return pack_paths(checkpoint, config, tp_size)
         ranks: Sequence[int] = range(tp_size)
         try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ziggurat.allocators.errors import AllocatorError
 from ziggurat.integration.machine import machine_limits
-from ziggurat.integration.packing import check_existing_packs, encoder_for, pack_paths, wanted_headers
+from ziggurat.integration.packing import encoder_for, pack_paths, require_packs, wanted_headers
 from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.cuda.workspace import check_shape, part_tokens, workspace_bytes
 from ziggurat.kernels.errors import CodecError
@@ -56,6 +57,7 @@ def plan_for(
     workspace = kernel_workspace(checkpoint, tp_size, max_tokens)
     headers = wanted_headers(checkpoint, config, tp_size)
     machine = machine_limits(config, paths, tp_size=tp_size, workspace=workspace, headers=headers)
+    machine = replace(machine, packs_buildable=checkpoint.has_experts)
     if machine.device != "cpu":
         check_shape(_rank_geometry(checkpoint, tp_size), checkpoint.experts, checkpoint.top_k)
     return plan(
@@ -104,6 +106,5 @@ def preflight(
 ) -> Plan:
     """Raise one of :data:`REFUSALS` unless ``model`` can be served; returns the plan. Reads headers only."""
     with Checkpoint.open(Path(model)) as checkpoint:
-        result = plan_for(checkpoint, config, tp_size, max_tokens=max_tokens).require()
-        check_existing_packs(checkpoint, config, tp_size)
-    return result
+        require_packs(checkpoint, config, tp_size)
+        return plan_for(checkpoint, config, tp_size, max_tokens=max_tokens).require()

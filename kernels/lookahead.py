@@ -10,11 +10,11 @@ row. So a wrong guess costs time on the link, and nothing else. The rules, for l
    before any second one, in the order of tokens. Of those that are experts, have no slot, have a place in the arena
    and did not come before, the first SPARES are chosen: rows[g] = (place, key), COUNT is their number, GUESSED grows by
    it, and VALID becomes the tag of this pass and layer: clock * layers + layer, modulo 2^32, in int32.
-2. Fetch. Rows are copied to spares in the order of the choice, in chunks that are dealt to blocks in turn. A block
-   claims each of its chunks before it copies it (`progress[0]`) and tells afterwards (`progress[1]`). FETCHED counts
+2. Fetch. Rows are copied to spares in the order of the choice, in chunks that are dealt to LANES in turn. Of each
+   lane, a chunk is claimed before it is copied (`progress[0]`), and told of afterwards (`progress[1]`). FETCHED counts
    chunks.
-3. The layer itself, behind its admission, if VALID is its tag: it takes away the claims of all blocks, so that no chunk
-   is begun any more. A row of its copy list whose place is among rows[:COUNT] takes chunks that were claimed from
+3. The layer itself, behind its admission, if VALID is its tag: it takes all lanes away, so that no chunk is begun any
+   more. A row of its copy list whose place is among rows[:COUNT] takes chunks that were claimed from
    its spare, when they have arrived, and the others from the arena. MATCHED counts such rows, USED such chunks.
    CALLED_OFF becomes the tag, so that a fetch that is late does not begin.
 
@@ -36,7 +36,7 @@ SPARES: Final = 8
 #: Guesses of a token, and tokens of a batch, up to which layers look ahead: more have no use for so few spares.
 MOST_GUESSES: Final = 16
 MOST_TOKENS: Final = 16
-#: Blocks that move rows: each has its part of every row.
+#: Parts of a row that are moved side by side: one for each block of the gather.
 LANES: Final = 24
 #: Bytes that a block of a device moves at a time: the unit of FETCHED and USED. A row's last chunk may be smaller.
 CHUNK_BYTES: Final = 32 << 10

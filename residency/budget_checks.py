@@ -25,7 +25,8 @@ class MachineLimits:
     arena is bound to (None, or a rank that is not listed: to none) and `node_available` what can be taken from each
     node; `arena_room` what the process at `tiers.host.share` can still give to this model's arenas, or has given to
     them already (None: there is none); `notes` what the machine's limits leave to say; `packs_built` how many ranks'
-    packs are complete, and `packs_building` the bytes that unfinished builds of the others take on disk already.
+    packs are complete, and `packs_building` the bytes that unfinished builds of the others take on disk already;
+    `packs_buildable` whether they can be built here at all.
     """
 
     device: str = "cpu"
@@ -43,6 +44,7 @@ class MachineLimits:
     disk_writable: bool = True
     packs_built: int = 0
     packs_building: int = 0
+    packs_buildable: bool = True
     direct_io: bool | None = None
 
 
@@ -82,7 +84,19 @@ def disk_checks(
     """Whether `packs` packs of `rows` rows have room, and are read as the configuration wants."""
     each = pack_bytes + _CHECKSUM_BYTES * rows + _PACK_HEADER_ALLOWANCE
     missing = max(0, each * max(0, packs - machine.packs_built) - machine.packs_building)
-    if missing > 0 and not machine.disk_writable:
+    if missing > 0 and not machine.packs_buildable:
+        absent = packs - machine.packs_built
+        yield Check(
+            "packs",
+            1,
+            0,
+            "support",
+            "tiers.disk.path",
+            "bring them with `ziggurat import FOLDER MODEL -c FILE` from what `ziggurat export` wrote, or run "
+            "`ziggurat pack` where the whole checkpoint is",
+            f"{absent} of {packs} are not in {disk.path}, and the model's folder holds no experts to make them from",
+        )
+    elif missing > 0 and not machine.disk_writable:
         yield Check(
             "pack folder",
             1,

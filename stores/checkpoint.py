@@ -10,55 +10,83 @@ from types import TracebackType
 
 import torch
 
-from ziggurat.stores.errors import CheckpointError
+from ziggurat.stores.errors import CheckpointError, ExpertsAbsentError
+from ziggurat.stores.headers import FileHeader
 from ziggurat.stores.identity import identity_of
 from ziggurat.stores.inventory import Inventory, Key, Part, take_inventory
+from ziggurat.stores.manifest import ExpertFacts
 from ziggurat.stores.mapping import TORCH_DTYPES, MappedFile, merge_ranges
 from ziggurat.stores.modelconfig import ModelConfig, read_model_config
 from ziggurat.stores.names import Matrix, parse_expert_name
 from ziggurat.stores.shards import ShardSet, read_shards
 from ziggurat.stores.stored import StoredExpert, StoredWeight, WeightFormat
+from ziggurat.stores.stripped import read_stripped
 
 
 class Checkpoint:
     """An opened checkpoint folder, all of whose expert tensors are known to be there and well-shaped.
 
-    `shards` are its files; `expert_tensor_names` every tensor name of the main layers' experts, input scales too.
+    Or a folder that `ziggurat export` wrote without them (`has_experts` is False): everything is known of it but what
+    is in the experts, and `expert`, `layer_bytes` and the like raise ExpertsAbsentError.
+
+    `shards` are its files, `headers` theirs; `expert_tensor_names` every tensor name of the main layers' experts in
+    them, input scales too; `experts_stored` how the experts are stored, here or where they are.
     Tensors that `expert` returns are views of the mapped files and stay valid after `close`. Safe for concurrent
     use.
     """
 
     def __init__(
-        self, path: Path, config: ModelConfig, shards: ShardSet, inventory: Inventory, identity: str
+        self,
+        path: Path,
+        config: ModelConfig,
+        headers: tuple[FileHeader, ...],
+        inventory: Inventory | None,
+        stored: ExpertFacts,
+        identity: str,
     ) -> None:
         self.path = path
         self.identity = identity
+        self.stated_block = config.block
+        self.experts_stored = stored
         self.architecture = config.architecture
         self.layer_ids = config.moe_layers
         self.experts = config.experts
         self.hidden = config.hidden
         self.intermediate = config.intermediate
         self.top_k = config.top_k
-        self.format: WeightFormat = inventory.format
-        self.block = inventory.block
-        self.dtype = config.dtype or _common_dtype(shards, inventory.names)
-        self.expert_tensor_names = inventory.names
-        self.shards = tuple(header.path for header in shards.headers)
+        self.format: WeightFormat = stored.format
+        self.block = stored.block
+        self.dtype: torch.dtype = getattr(torch, stored.dtype)
+        self.expert_tensor_names = frozenset[str]() if inventory is None else inventory.names
+        self.headers = headers
+        self.shards = tuple(header.path for header in headers)
         self._main_layers = config.layers
         self._inventory = inventory
-        self._files = [MappedFile(header) for header in shards.headers]
+        self._files = [MappedFile(header) for header in headers]
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """Open and check a checkpoint. Reads headers and sampled pages only.
 
-        Raises CheckpointError naming what is missing, doubled, misshapen or unsupported.
+        Raises CheckpointError naming what is missing, doubled, misshapen or unsupported; ManifestError for a folder
+        without experts that is not what was exported.
         """
         folder = Path(folder)
         config = read_model_config(folder)
+        if (found := read_stripped(folder, config)) is not None:
+            manifest, shards = found
+            return cls(folder, config, shards.headers, None, manifest.experts, manifest.identity)
         shards = read_shards(folder)
         inventory = take_inventory(folder, config, shards)
-        return cls(folder, config, shards, inventory, identity_of(shards.headers, config.block))
+        stored = _facts(config, shards, inventory)
+        return cls(
+            folder, config, shards.headers, inventory, stored, identity_of(shards.headers, config.block)
+        )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the folder holds the expert tensors."""
+        return self._inventory is not None
 
     @property
     def layers(self) -> int:
@@ -72,7 +100,7 @@ class Checkpoint:
                 f"layer index {layer_index}, expert {expert}: the model has {self.layers} x {self.experts}"
             )
         layer = self.layer_ids[layer_index]
-        make = self._from_fused if layer in self._inventory.fused else self._from_single
+        make = self._from_fused if layer in self._experts().fused else self._from_single
         return StoredExpert(make(layer, expert, "w1"), make(layer, expert, "w3"), make(layer, expert, "w2"))
 
     def is_ignored(self, name: str) -> bool:
@@ -106,8 +134,16 @@ class Checkpoint:
     ) -> None:
         self.close()
 
+    def _experts(self) -> Inventory:
+        if self._inventory is None:
+            raise ExpertsAbsentError(
+                f"{self.path} holds no expert tensors: they were left out when it was exported (identity of the whole "
+                f"checkpoint: {self.identity})"
+            )
+        return self._inventory
+
     def _layer(self, layer_index: int) -> Iterator[Part]:
-        return self._inventory.of_layer(self.layer_ids[layer_index], self.experts)
+        return self._experts().of_layer(self.layer_ids[layer_index], self.experts)
 
     def _advise(self, layer_index: int, advice: int) -> None:
         ranges: dict[int, list[tuple[int, int]]] = {}
@@ -125,7 +161,7 @@ class Checkpoint:
         return self._file(part.shard).tensor(part.info)
 
     def _from_single(self, layer: int, expert: int, matrix: Matrix) -> StoredWeight:
-        parts, form = self._inventory.parts, self.format
+        parts, form = self._experts().parts, self.format
         part = parts[Key(layer, expert, matrix, "weight")]
         scale, scale_2 = (parts.get(Key(layer, expert, matrix, kind)) for kind in ("scale", "scale_2"))
         data = self._tensor(part)
@@ -145,12 +181,13 @@ class Checkpoint:
         )
 
     def _from_fused(self, layer: int, expert: int, matrix: Matrix) -> StoredWeight:
-        parts = self._inventory.parts
+        inventory = self._experts()
+        parts = inventory.parts
         key = Key(layer, None, "w2" if matrix == "w2" else "w13", "weight")
         shape = self._shape(matrix)
         first = shape[0] if matrix == "w3" else 0  # gate stands over up
         data = self._tensor(parts[key])[expert]
-        if self._inventory.transposed:
+        if inventory.transposed:
             data = data.T
         scale = parts.get(key._replace(kind="scale"))
         scales = None
@@ -168,6 +205,25 @@ class Checkpoint:
 
     def _shape(self, matrix: Matrix) -> tuple[int, int]:
         return (self.hidden, self.intermediate) if matrix == "w2" else (self.intermediate, self.hidden)
+
+
+def _facts(config: ModelConfig, shards: ShardSet, inventory: Inventory) -> ExpertFacts:
+    """What a manifest says of these experts."""
+    dtype = config.dtype or _common_dtype(shards, inventory.names)
+    left_out = [
+        info for header in shards.headers for info in header.tensors.values() if info.name in inventory.names
+    ]
+    return ExpertFacts(
+        layer_ids=config.moe_layers,
+        experts=config.experts,
+        hidden=config.hidden,
+        intermediate=config.intermediate,
+        format=inventory.format,
+        block=inventory.block,
+        dtype=str(dtype).removeprefix("torch."),
+        tensors=len(left_out),
+        nbytes=sum(info.nbytes for info in left_out),
+    )
 
 
 def _common_dtype(shards: ShardSet, expert_names: frozenset[str]) -> torch.dtype:

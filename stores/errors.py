@@ -25,6 +25,14 @@ class CheckpointError(StoreError):
         return self.message
 
 
+class ExpertsAbsentError(CheckpointError):
+    """A checkpoint's expert tensors are needed and were left out of its folder."""
+
+
+class ManifestError(CheckpointError):
+    """The manifest of a folder without expert tensors is damaged, or the folder is not the one it was written for."""
+
+
 class HeaderError(StoreError):
     """A file is not a well-formed safetensors file.
 
@@ -81,6 +89,10 @@ class PackMismatchError(PackError):
         self.advice = advice
 
 
+class ExportError(StoreError):
+    """A folder cannot take an export, or what was exported changed meanwhile."""
+
+
 class PackLockedError(StoreError):
     """Another process builds the same pack. `pid` is None if it could not be read."""
 
@@ -114,7 +126,7 @@ class DiskFullError(PackWriteError):
         super().__init__(
             path,
             f"{cause}: {needed} bytes needed, {available} available, {short} bytes short; "
-            "free that much or choose another pack folder (tiers.disk.path)",
+            "free that much or choose another folder (tiers.disk.path, or --to of an export)",
         )
         self.args = (path, needed, available, cause)
         self.needed = needed

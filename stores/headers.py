@@ -8,23 +8,17 @@ without gap or overlap.
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ziggurat.stores.errors import HeaderError
+from ziggurat.stores.strict_json import JsonError, is_unicode, parse_object, shortened
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 LENGTH_BYTES = 8
-# A tensor's entry holds one object and two lists in at least 50 bytes. A header that packs them closer is made to fill
-# memory: an empty list takes 2 bytes in a file and 56 in memory.
-_BYTES_PER_CONTAINER = 8
-_STRING_OR_OPENING = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]', re.DOTALL)
 
 DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -111,35 +105,9 @@ def _malformed(path: Path, problem: str) -> HeaderError:
 
 def _json_object(path: Path, raw: bytes) -> dict[str, Any]:
     try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise _malformed(path, f"the header is not UTF-8 (byte {e.start})") from e
-    _check_density(path, raw)
-    if not text.startswith("{"):
-        raise _malformed(path, f"the header starts with {text[:1]!r} instead of '{{'")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) < len(pairs):
-            doubled = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            raise _malformed(path, f"{_short(doubled)} stands twice in the header")
-        return out
-
-    try:
-        entries = json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as e:
-        raise _malformed(path, f"the header is not JSON: {e}") from e
-    assert isinstance(entries, dict)  # it starts with a brace
-    return entries
-
-
-def _check_density(path: Path, raw: bytes) -> None:
-    limit = 16 + len(raw) // _BYTES_PER_CONTAINER
-    if raw.count(b"{") + raw.count(b"[") <= limit:
-        return
-    containers = sum(raw[found.start()] != ord('"') for found in _STRING_OR_OPENING.finditer(raw))
-    if containers > limit:
-        raise _malformed(path, f"{containers} objects and lists in a header of {len(raw)} bytes")
+        return parse_object(raw, "header")
+    except JsonError as e:
+        raise _malformed(path, str(e)) from e
 
 
 def _metadata(path: Path, value: Any) -> dict[str, str]:
@@ -147,63 +115,53 @@ def _metadata(path: Path, value: Any) -> dict[str, str]:
         raise _malformed(path, "__metadata__ is not a JSON object")
     for key, item in value.items():
         if not isinstance(item, str):
-            raise _malformed(path, f"__metadata__ entry {_short(key)} is not a string")
-        if not (_is_unicode(key) and _is_unicode(item)):
-            raise _malformed(path, f"__metadata__ entry {_short(key)} is not valid Unicode")
+            raise _malformed(path, f"__metadata__ entry {shortened(key)} is not a string")
+        if not (is_unicode(key) and is_unicode(item)):
+            raise _malformed(path, f"__metadata__ entry {shortened(key)} is not valid Unicode")
     return value
 
 
 def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
     def bad(problem: str) -> HeaderError:
-        return _malformed(path, f"tensor {_short(name)}: {problem}")
+        return _malformed(path, f"tensor {shortened(name)}: {problem}")
 
-    if not _is_unicode(name):
+    if not is_unicode(name):
         raise bad("the name is not valid Unicode")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise bad("the entry does not hold exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise bad(f"unknown dtype {_short(dtype)}")
+        raise bad(f"unknown dtype {shortened(dtype)}")
     if not _are_sizes(shape):
-        raise bad(f"shape {_short(shape)} is not a list of sizes")
+        raise bad(f"shape {shortened(shape)} is not a list of sizes")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise bad(f"data_offsets {_short(offsets)} are not two byte offsets")
+        raise bad(f"data_offsets {shortened(offsets)} are not two byte offsets")
     begin, end = offsets
     if begin > end:
-        raise bad(f"data_offsets {_short(offsets)} run backwards")
+        raise bad(f"data_offsets {shortened(offsets)} run backwards")
     elements = 0 if 0 in shape else 1
     for size in shape:
         elements *= size
         if elements * bits > (end - begin) * 8:
             break  # no need to multiply a long list of huge numbers out
     if elements * bits != (end - begin) * 8:
-        raise bad(f"shape {_short(shape)} of {dtype} does not fill its {end - begin} bytes")
+        raise bad(f"shape {shortened(shape)} of {dtype} does not fill its {end - begin} bytes")
     return TensorInfo(name, dtype, tuple(shape), begin, end)
-
-
-def _is_unicode(text: str) -> bool:
-    """JSON can name half a surrogate pair, which no Unicode text holds."""
-    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
 def _check_cover(path: Path, tensors: Iterable[TensorInfo], data_bytes: int) -> None:
     reached, before = 0, ""
     for tensor in sorted(tensors, key=lambda t: (t.begin, t.end)):
         if tensor.begin < reached:
-            raise _malformed(path, f"tensor {_short(tensor.name)} overlaps {_short(before)}")
+            raise _malformed(path, f"tensor {shortened(tensor.name)} overlaps {shortened(before)}")
         if tensor.begin > reached:
             gap = tensor.begin - reached
-            raise _malformed(path, f"{gap} bytes before tensor {_short(tensor.name)} belong to no tensor")
+            raise _malformed(path, f"{gap} bytes before tensor {shortened(tensor.name)} belong to no tensor")
         reached, before = tensor.end, tensor.name
     if reached > data_bytes:
         problem = f"{data_bytes} bytes of data, {reached - data_bytes} fewer than its header says"

@@ -3,6 +3,8 @@
 It covers every safetensors header byte for byte (tensor names, dtypes, shapes, offsets), the bytes of small files, an
 evenly spread sample of pages of large ones, and the FP8 block shape that config.json states, since that decides what
 the stored numbers mean. Paths, file names, times and config.json otherwise take no part.
+
+A folder whose expert tensors were left out keeps the identity of the whole, see `manifest.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def checkpoint_identity(folder: Path) -> str:
 def identity_of(headers: Sequence[FileHeader], block: tuple[int, int] | None) -> str:
     """`checkpoint_identity` from headers that were read already."""
     with ThreadPoolExecutor(min(8, len(headers))) as threads:
-        digests = list(threads.map(_file_digest, headers))
+        digests = list(threads.map(file_digest, headers))
     total = hashlib.sha256(_VERSION)
     if block is not None:
         total.update(b"block %d %d\n" % block)
@@ -51,7 +53,8 @@ def sample_offsets(data_bytes: int) -> list[tuple[int, int]]:
     return [(last * i // (SAMPLED_PAGES - 1), PAGE) for i in range(SAMPLED_PAGES)]
 
 
-def _file_digest(header: FileHeader) -> bytes:
+def file_digest(header: FileHeader) -> bytes:
+    """One file's part of the identity: its header, and its data or a sample of that. Raises CheckpointError."""
     digest = hashlib.sha256(header.raw)
     digest.update(b"%d\n" % header.data_bytes)
     try:

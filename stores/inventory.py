@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ziggurat.stores.errors import CheckpointError
 from ziggurat.stores.formats import FormatError, check_matrix, expect_shape, infer_block, recognise
 from ziggurat.stores.headers import TensorInfo
+from ziggurat.stores.manifest import MANIFEST_FILE
 from ziggurat.stores.modelconfig import ModelConfig
 from ziggurat.stores.names import MATRICES, Kind, Matrix, NameStyle, parse_expert_name, style_of
 from ziggurat.stores.problems import Problems
@@ -121,7 +122,8 @@ def _collect(
     if style is None:
         problems.raise_if_any()
         raise CheckpointError(
-            f"{folder}: no routed-expert tensor found (looked for layers.N.….experts.N.gate_proj.weight and the like)"
+            f"{folder}: no routed-expert tensor found (looked for layers.N.….experts.N.gate_proj.weight and the like), "
+            f"nor the {MANIFEST_FILE} of a folder that `ziggurat export` wrote without them"
         )
     return parts, frozenset(names), style
 

@@ -39,7 +39,7 @@ VerifyMode = Literal["always", "first-read", "never"]
 BUILDING_SUFFIX = ".building"
 _DAMAGED = (
     "checksum {} in two reads; `ziggurat verify` lists all bad rows, deleting the file and running `ziggurat pack` "
-    "makes it anew"
+    "(`ziggurat import`, if that brought it) makes it anew"
 )
 
 

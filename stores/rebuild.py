@@ -10,7 +10,7 @@ import torch
 
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.encoder import RowEncoder
-from ziggurat.stores.errors import RebuildError, StoreError
+from ziggurat.stores.errors import ExpertsAbsentError, RebuildError, StoreError
 from ziggurat.stores.packformat import PackHeader
 
 
@@ -41,6 +41,10 @@ class CheckpointRows:
                     header.tp_size,
                     {header.tp_rank: row[: header.row_bytes]},
                 )
+        except ExpertsAbsentError as e:
+            raise RebuildError(
+                f"the row cannot be made anew: {e}; delete the file and bring it again by `ziggurat import`"
+            ) from e
         except (
             StoreError,
             OSError,

@@ -25,12 +25,12 @@ class ShardSet:
 
 def read_shards(folder: Path) -> ShardSet:
     """Find a checkpoint's files and read their headers. Raises CheckpointError naming the file that is at fault."""
-    weight_map = _read_index(folder / INDEX_FILE)
+    weight_map = read_index(folder / INDEX_FILE)
     single = folder / SINGLE_FILE
     if weight_map is None:
         if not single.is_file():
             raise CheckpointError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
-        return ShardSet((_header(single),), {})
+        return ShardSet((read_shard(single),), {})
     names = sorted(set(weight_map.values()))
     if single.is_file() and SINGLE_FILE not in names:
         raise CheckpointError(
@@ -40,12 +40,13 @@ def read_shards(folder: Path) -> ShardSet:
     if absent:
         raise CheckpointError(f"{folder}: {INDEX_FILE} lists {_first(absent)}, not there")
     with ThreadPoolExecutor(min(8, len(names))) as threads:
-        headers = tuple(threads.map(_header, [folder / name for name in names]))
+        headers = tuple(threads.map(read_shard, [folder / name for name in names]))
     number = {name: i for i, name in enumerate(names)}
     return ShardSet(headers, {tensor: number[name] for tensor, name in weight_map.items()})
 
 
-def _header(path: Path) -> FileHeader:
+def read_shard(path: Path) -> FileHeader:
+    """One file's header. Raises CheckpointError."""
     try:
         return read_header(path)
     except HeaderError as e:
@@ -54,7 +55,8 @@ def _header(path: Path) -> FileHeader:
         raise CheckpointError(f"{path}: cannot be read: {e.strerror}") from e
 
 
-def _read_index(path: Path) -> dict[str, str] | None:
+def read_index(path: Path) -> dict[str, str] | None:
+    """An index's tensor -> file name, or None if there is no index. Raises CheckpointError."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:

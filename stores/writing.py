@@ -29,7 +29,7 @@ def writing(path: Path, needed: int | Callable[[], int]) -> Iterator[None]:
         if e.errno == errno.EFBIG:
             limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
             raise DiskFullError(path, _value(needed), limit, "file size limit (ulimit -f)") from e
-        advice = "make it writable or choose another pack folder (tiers.disk.path)"
+        advice = "make it writable or choose another folder (tiers.disk.path, or --to of an export)"
         raise PackWriteError(path, f"cannot be written: {os.strerror(e.errno or errno.EIO)}; {advice}") from e
 
 

@@ -8,8 +8,9 @@ are compared bit by bit with those of the run with every expert resident. The li
 copies from page-locked memory. Routing: `mapped` is the recorded routing of a small model mapped onto the shape
 (bench/harness/mapping.py), `adjustable` sends a share --hit of the choices to a few hot experts of each layer. With
 --lookahead N, N guesses a token of the next layer's experts are fetched beside each layer (mode `ahead`): recorded with
-the routing, or drawn with a given --recall. Written to `inline.json` in the result folder after each pool, so that a
-run that is cut short leaves what it has; churn, which has a shape of its own, to `churn.json`.
+the routing, or drawn with a given --recall. Written to `inline.json`, with look-ahead to `inline_ahead.json`, in the
+result folder after each pool, so that a run that is cut short leaves what it has; churn, which has a shape of its own,
+to `churn.json`.
 """
 
 from __future__ import annotations
@@ -198,7 +199,8 @@ class Session:
         stride = self.result.get("row_bytes", 0)
         self.result["cases"] = [decode.report(case, stride, self._shape.rows, link) for case in self._cases]
         self.result["seconds"] = round(time.monotonic() - self._began, 1)
-        write_json(self._folder / "inline.json", self.result)
+        name = "inline_ahead.json" if self._options.lookahead else "inline.json"
+        write_json(self._folder / name, self.result)
 
     def good(self) -> bool:
         """Whether every comparison of bits came out right."""

@@ -26,12 +26,16 @@ from ziggurat.allocators.shared.lease import ask_status
 from ziggurat.allocators.topology import Gpu, GpuSurvey, choose_node, gpus, numa_nodes, visible_gpus
 from ziggurat.integration.cli.options import ConfigOption
 from ziggurat.integration.device import resolve_device
+from ziggurat.integration.packing import IMPORT_ADVICE, complete_sizes
+from ziggurat.integration.preflight import REFUSALS
 from ziggurat.integration.vllm.compat import check_version, vllm_version
 from ziggurat.integration.vllm.errors import UnsupportedVllmError
 from ziggurat.kernels.cuda.units import MINIMUM_DRIVER, OLDEST_CAPABILITY
 from ziggurat.residency.config import CONFIG_VARIABLE, TiersConfig, find_config, load_config
 from ziggurat.residency.errors import ConfigError
 from ziggurat.residency.sizes import format_bytes
+from ziggurat.stores.checkpoint import Checkpoint
+from ziggurat.stores.manifest import MANIFEST_FILE
 from ziggurat.stores.readers.ring import problem
 
 __all__ = ["Finding", "examine", "register"]
@@ -302,12 +306,33 @@ def _model(config: TiersConfig) -> Iterator[Finding]:
     folder = config.model.path
     if folder is None:
         return
-    if (folder / "config.json").is_file():
-        yield Finding("model", "ok", str(folder))
-    else:
+    if not (folder / "config.json").is_file():
         yield Finding(
             "model", "fail", f"{folder} has no config.json", "point model.path at a checkpoint folder"
         )
+    elif (folder / MANIFEST_FILE).is_file():
+        yield from _stripped_model(folder, config)
+    else:
+        yield Finding("model", "ok", str(folder))
+
+
+def _stripped_model(folder: Path, config: TiersConfig) -> Iterator[Finding]:
+    """A folder that may be without experts: then packs must be there."""
+    try:
+        with Checkpoint.open(folder) as checkpoint:
+            whole = checkpoint.has_experts
+            sizes = [] if whole else complete_sizes(checkpoint, config)
+    except REFUSALS as error:
+        advice = "serve from a sound export, or from the whole checkpoint"
+        yield Finding("model", "fail", str(error), advice)
+        return
+    yield Finding("model", "ok", f"{folder}" if whole else f"{folder}, without experts")
+    if sizes:
+        listed = ", ".join(map(str, sizes))
+        yield Finding("packs of the model", "ok", f"for tensor-parallel size {listed}")
+    elif not whole:
+        value = f"no {config.codecs.base} pack of it is in {config.tiers.disk.path}"
+        yield Finding("packs of the model", "fail", value, IMPORT_ADVICE)
 
 
 def _pack_folder(config: TiersConfig) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from ziggurat.integration.cli import (
     doctor,
     packs,
     plan,
+    portable,
     replay,
     report,
     serve,
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for module in (plan, doctor, packs, serve, arena, replay, simulate, trace, bench, top, report):
+for module in (plan, doctor, packs, portable, serve, arena, replay, simulate, trace, bench, top, report):
     module.register(app)
 
 

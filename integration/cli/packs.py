@@ -12,12 +12,15 @@ from rich.console import Console
 from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.cli.options import ConfigOption, ModelArgument, TensorParallelOption, read_inputs
 from ziggurat.integration.cli.progress import RowProgress
-from ziggurat.integration.packing import ensure_packs
+from ziggurat.integration.packing import encoder_for, ensure_packs, require_packs
+from ziggurat.integration.portable import find_packs
 from ziggurat.integration.preflight import plan_for
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.stores.builder import peak_bytes
 from ziggurat.stores.checkpoint import Checkpoint
+from ziggurat.stores.exporting import changed_files
+from ziggurat.stores.manifest import read_manifest
 from ziggurat.stores.pack import Pack
 from ziggurat.stores.verify import verify_pack
 
@@ -34,31 +37,65 @@ def pack(model: ModelArgument = None, config: ConfigOption = None, tp: TensorPar
     out = Console(highlight=False, soft_wrap=True)
     folder, tiers = read_inputs(model, config)
     with Checkpoint.open(folder) as checkpoint:
+        if not checkpoint.has_experts:
+            require_packs(checkpoint, tiers, tp)
         short = [check for check in plan_for(checkpoint, tiers, tp).short if check.key == "tiers.disk.path"]
         if short:
             raise CliError(short[0].line())
-        from ziggurat.integration.packing import encoder_for
-
-        bound = peak_bytes(checkpoint, encoder_for(checkpoint, tiers.codecs.base), tp)
-        out.print(f"host memory for packing: at most {bound / 2**20:.0f} MiB")
+        if checkpoint.has_experts:
+            bound = peak_bytes(checkpoint, encoder_for(checkpoint, tiers.codecs.base), tp)
+            out.print(f"host memory for packing: at most {bound / 2**20:.0f} MiB")
         with RowProgress(f"packing {tiers.codecs.base}") as progress:
             paths = ensure_packs(checkpoint, tiers, tp, progress, wait=False)
     for path in paths:
         out.print(f"{path} ({path.stat().st_size / 2**20:.1f} MiB)")
 
 
-def verify(pack_file: Annotated[Path, typer.Argument(metavar="PACK", help="A pack file.")]) -> None:
+def verify(
+    pack_file: Annotated[
+        Path, typer.Argument(metavar="PACK", help="A pack file, or a folder that `ziggurat export` wrote.")
+    ],
+) -> None:
     """Check every row of PACK against its checksum; status 1 and the bad rows' names if one differs."""
     out = Console(highlight=False, soft_wrap=True)
+    if pack_file.is_dir():
+        _verify_folder(pack_file, out)
+    else:
+        _verify_rows(pack_file, out)
+
+
+def _verify_folder(folder: Path, out: Console) -> None:
+    """An export: its other files first, then its packs."""
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        with Console(stderr=True).status(f"reading {len(manifest.files)} files"):
+            changed = changed_files(folder, manifest)
+        for name in changed:
+            out.print(f"changed since it was exported: {name}", markup=False)
+        if changed:
+            raise CliError(
+                f"{folder}: {len(changed)} of {len(manifest.files)} files are not what was exported"
+            )
+        out.print(f"{folder}: all {len(manifest.files)} files are as they were exported")
+    for path, header in find_packs(folder):
+        if manifest is not None and header.identity != manifest.identity:
+            raise CliError(
+                f"{path}: packed from checkpoint {header.identity}, but this is an export of {manifest.identity}"
+            )
+        _verify_rows(path, out)
+
+
+def _verify_rows(path: Path, out: Console) -> None:
     with RowProgress("verifying") as progress:
-        report = verify_pack(pack_file, progress)
+        report = verify_pack(path, progress)
     for layer_id, expert, reason in report.bad:
         out.print(f"bad row: layer {layer_id} expert {expert}: {reason}", markup=False)
     if report.bad:
         raise CliError(
-            f"{pack_file}: {len(report.bad)} of {report.rows} rows are bad; delete it and run `ziggurat pack` again"
+            f"{path}: {len(report.bad)} of {report.rows} rows are bad; delete it and run `ziggurat pack` again"
+            " (`ziggurat import`, if that brought it)"
         )
-    out.print(f"{pack_file}: all {report.rows} rows are good")
+    out.print(f"{path}: all {report.rows} rows are good")
 
 
 def dump(

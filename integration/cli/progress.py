@@ -19,13 +19,13 @@ from rich.progress import (
 class RowProgress:
     """Shows a ``ProgressSink`` job on standard error; nothing where that is no terminal, but a closing line."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, unit: str = "rows") -> None:
         self._what = what
         self._console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.fields[rows]}/{task.fields[of]} rows"),
+            TextColumn("{task.fields[rows]}/{task.fields[of]} " + unit),
             DownloadColumn(binary_units=True),
             TransferSpeedColumn(),
             TimeRemainingColumn(),

@@ -51,6 +51,7 @@ class ZigguratLoader(DefaultModelLoader):
             with tiered.construct():
                 model = super().load_model(vllm_config, model_config, prefix=prefix)
             tiered.open()
+            tiered.look_ahead(model)
         object.__setattr__(model, MODEL_ATTRIBUTE, tiered)
         return model
 

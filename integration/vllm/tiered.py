@@ -21,6 +21,7 @@ from ziggurat.integration.preflight import kernel_workspace
 from ziggurat.integration.vllm.capture import LogitsCapture
 from ziggurat.integration.vllm.compute import join_logs
 from ziggurat.integration.vllm.errors import SetupError, UnsupportedFeatureError
+from ziggurat.integration.vllm.lookahead import RouterGuesses, whole_graph
 from ziggurat.integration.vllm.recording import RoutingRecording
 from ziggurat.integration.vllm.settings import Settings
 from ziggurat.kernels.codecs.registry import get_codec
@@ -141,10 +142,6 @@ class TieredModel:
                 "this model class has experts that bypass vLLM's RoutedExperts and cannot be tiered"
             )
         config = self.settings.config
-        if config.miss.lookahead:
-            raise UnsupportedFeatureError(
-                f"miss.lookahead: {config.miss.lookahead} guesses a token, but in vLLM nobody guesses yet; set it to 0"
-            )
         ensure_packs(self.checkpoint, config, self.size)
         debug = self.settings.debug
         join_logs()
@@ -186,6 +183,15 @@ class TieredModel:
             start.heat,
         )
         _open.add(self)
+
+    def look_ahead(self, model: torch.nn.Module) -> None:
+        """Have the routers of the opened model guess for the layers before them, if `miss.lookahead` says so and there
+        is anything to fetch."""
+        assert self.service is not None
+        width = self.settings.config.miss.lookahead
+        if width and self.service.lookahead.possible:
+            self.service.lookahead.by(RouterGuesses(model, self._layers, width, whole_graph))
+            logger.info("rank %d: layers look ahead, %d guesses a token", self.rank, width)
 
     def moe(
         self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor

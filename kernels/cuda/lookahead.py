@@ -13,6 +13,8 @@ from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.cuda.launch import Kernel
 from ziggurat.kernels.lookahead import CHUNK_BYTES, LANES, MOST_GUESSES, MOST_TOKENS, SPARES, Guess, Lookahead
 
+#: Blocks that fetch what was guessed, up to LANES: fewer leave more of the device to the layers that run meanwhile.
+FETCH_BLOCKS: Final = 24
 _CHOICE_THREADS: Final = 256
 _VECTOR: Final = 16  # bytes of one load
 _LOADS: Final = 8  # of a thread, in flight
@@ -125,7 +127,7 @@ class AheadLayers:
         p.ids, p.live, p.ids_are_64 = ids.data_ptr(), live.data_ptr(), ids.dtype is torch.int64
         p.tokens, p.width = ids.shape
         self._choice.launch(1, _CHOICE_THREADS, p, stream=branch.cuda_stream)
-        self._fetch.launch(GATHER_BLOCKS, GATHER_THREADS, p, stream=branch.cuda_stream)
+        self._fetch.launch(FETCH_BLOCKS, GATHER_THREADS, p, stream=branch.cuda_stream, dependent=True)
         self._ends[layer] = branch.record_event()
 
     def join(self, layer: int) -> None:

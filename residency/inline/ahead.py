@@ -13,6 +13,11 @@ class LookingAhead:
     def __init__(self, layers: object) -> None:
         self._layers = layers if isinstance(layers, InlineLayers) else None
 
+    @property
+    def possible(self) -> bool:
+        """Whether layers have spares to fetch to."""
+        return self._layers is not None and self._layers.lookahead is not None
+
     def by(self, guess_of: GuessOf | None) -> None:
         """Have layers fetch what `guess_of` says, `miss.lookahead` experts a token, from the next launch or capture on;
         None: nothing. StepError for layers that have no spares."""

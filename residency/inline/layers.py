@@ -29,9 +29,9 @@ from ziggurat.residency.slots import ABSENT, SlotPool
 from ziggurat.residency.streaming.layers import StreamedLayers
 from ziggurat.residency.transfers import Download
 
-GuessOf = Callable[[int, torch.Tensor], torch.Tensor]
-"""Which experts a layer (index) may be routed to: from what went into the experts of the layer before, x [T, H], to
-integers [T, N], the likeliest first. Queues work on the current stream; see `ziggurat.kernels.lookahead`."""
+GuessOf = Callable[[int], Guess | None]
+"""Who guesses which experts a layer (index) is routed to, from what goes into those of the layer before. Asked whenever
+the layer before is launched or captured; None: nothing is fetched this time."""
 
 _SPARE = 24  # downloads of deferred passes that are at hand
 
@@ -182,7 +182,7 @@ class InlineLayers:
             return None
         if self._direct is not None and self._direct.slots_of(after) is not None:
             return None
-        return lambda x: of(after, x)
+        return of(after)
 
     # -- slots -------------------------------------------------------------------------------------------------
 

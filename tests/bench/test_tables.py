@@ -379,6 +379,7 @@ def test_gpu_tables(tmp_path: Path) -> None:
         "gate": GATE,
         "profile": PROFILE,
         "inline": INLINE,
+        "inline_ahead": {**INLINE, "lookahead": 6},
         "inline_gather": INLINE_GATHER,
         "churn": CHURN,
     }

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from support.budgets import FACTS, ROOMY, ROW, STRIDE, check_of, config, machine
+from ziggurat.kernels.lookahead import SPARES
 from ziggurat.residency.budget import ModelFacts, plan
 from ziggurat.residency.errors import ConfigError
 
@@ -131,3 +132,65 @@ def test_where_nothing_streams_there_is_no_staging_memory() -> None:
         assert result.ok
         assert result.ranks[0].ring_bytes == 0
         assert f"tiers.device.staging has no effect {why}" in result.notes
+
+
+def test_rows_for_looking_ahead_are_counted_beside_the_pool() -> None:
+    gpu = machine(device="cuda:0", device_free=1 << 30)
+    plain = plan(config(), FACTS, ROW, machine=gpu)
+    result = plan(config(miss={"lookahead": 3}), FACTS, ROW, machine=gpu)
+    (rank,) = result.ranks
+    assert result.ok
+    assert (plain.ranks[0].spare_bytes, rank.spare_bytes) == (0, SPARES * STRIDE)
+    memory = check_of(result, "device memory")
+    assert memory.needed == rank.pool_bytes + rank.ring_bytes + rank.spare_bytes
+    assert memory.needed == check_of(plain, "device memory").needed + rank.spare_bytes
+    assert "64.00 KiB of look-ahead" in memory.detail
+    assert check_of(result, "look-ahead").ok
+
+
+def test_an_automatic_pool_leaves_room_for_looking_ahead() -> None:
+    gpu = machine(device="cuda:0", device_free=70 * STRIDE)
+    without, rank = (
+        plan(config(device="auto", miss={"lookahead": n}), FACTS, ROW, machine=gpu).ranks[0] for n in (0, 1)
+    )
+    assert rank.pool_rows == without.pool_rows - SPARES // 2
+    assert rank.pool_bytes + rank.ring_bytes + rank.spare_bytes <= 70 * STRIDE
+
+
+def test_a_pool_of_every_expert_has_nothing_to_look_ahead_for() -> None:
+    gpu = machine(device="cuda:0", device_free=1 << 30)
+    result = plan(config(device="100%", miss={"lookahead": 3}), FACTS, ROW, machine=gpu)
+    assert result.ok
+    assert result.ranks[0].spare_bytes == 0
+    assert "miss.lookahead has no effect beside a pool that holds every expert" in result.notes
+    assert [one.name for one in result.checks if one.name == "look-ahead"] == []
+
+
+@pytest.mark.parametrize(
+    ("miss", "host", "device", "said"),
+    [
+        ({}, {}, "cpu", "a CPU computes with host memory and fetches nothing ahead"),
+        (
+            {"mode": "replay"},
+            {},
+            "cuda:0",
+            "and miss.mode is replay; set miss.lookahead to 0, or miss.mode to auto",
+        ),
+        (
+            {},
+            {"on_limit": "pageable"},
+            "cuda:0",
+            "and the arena is pageable; set miss.lookahead to 0, or set tiers",
+        ),
+        ({}, {"host": 0}, "cuda:0", "and there is none; set miss.lookahead to 0"),
+    ],
+)
+def test_looking_ahead_where_nothing_is_fetched_is_refused(
+    miss: dict[str, Any], host: dict[str, Any], device: str, said: str
+) -> None:
+    extra = {name: value for name, value in host.items() if name != "host"}
+    asked = config(host=host.get("host", "10%"), host_extra=extra, miss={"lookahead": 3, **miss})
+    limits = machine(device=device, device_free=1 << 30, memlock=STRIDE if extra else None)
+    refusal = plan(asked, FACTS, ROW, machine=limits).refusal() or ""
+    assert refusal.startswith("look-ahead: ")
+    assert said in refusal

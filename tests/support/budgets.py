@@ -21,6 +21,7 @@ def config(
     host_extra: dict[str, Any] | None = None,
     staging: Any = "auto",
     direct_layers: Any = (),
+    miss: dict[str, Any] | None = None,
     **disk: Any,
 ) -> TiersConfig:
     return TiersConfig.from_mapping(
@@ -29,7 +30,8 @@ def config(
                 "disk": {"path": "packs", **disk},
                 "host": {"size": host, **(host_extra or {})},
                 "device": {"size": device, "staging": staging, "direct_layers": direct_layers},
-            }
+            },
+            "miss": miss or {},
         }
     )
 

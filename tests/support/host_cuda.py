@@ -190,5 +190,5 @@ class HostGuesses:
         compiled().choose(ctypes.byref(self._params), order)
 
     def fetch(self, first: int = 0, last: int = GATHER_BLOCKS) -> None:
-        """By these blocks, to their ends unless they are called off."""
+        """By these of as many blocks as there are lanes, to their ends unless they are called off."""
         compiled().fetch(ctypes.byref(self._params), GATHER_BLOCKS, _THREADS, first, last)

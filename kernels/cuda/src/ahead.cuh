@@ -66,7 +66,8 @@ DEV uint4 load_system(const uint4* at) {
     return v;
 }
 
-// As many blocks as the gather has, with as many threads, so that both deal chunks alike.
+// Any number of blocks, with as many threads as the gather's have. Each serves lanes of its own: a lane of a row is what
+// one of the gather's blocks would copy of it, every `lanes`-th chunk.
 DEV void fetch_rows(const Guess& p) {
     __shared__ i32 mine; // whether the block goes on
     const Ahead& h = p.ahead;
@@ -80,35 +81,39 @@ DEV void fetch_rows(const Guess& p) {
         const i64 place = load_fresh((const uint2*)h.rows + g).x;
         const uint4* const from = (const uint4*)(p.admission.arena + place * p.stride);
         uint4* const to = (uint4*)(h.spare + (i64)g * p.stride);
-        i32 begun = 0;
-        for (u32 next = blockIdx.x; next < chunks; next += gridDim.x) {
-            __syncthreads(); // all have read `mine`, and stored the chunk before
-            if (threadIdx.x == 0) {
-                if (begun > 0) {
-                    __threadfence();
-                    atomicExch(done_by(h, g) + blockIdx.x, begun);
+        for (i32 lane = blockIdx.x; on && lane < h.lanes; lane += gridDim.x) {
+            i32* const begun_here = begun_by(h, g) + lane;
+            i32* const done_here = done_by(h, g) + lane;
+            i32 begun = 0;
+            for (u32 next = lane; next < chunks; next += h.lanes) {
+                __syncthreads(); // all have read `mine`, and stored the chunk before
+                if (threadIdx.x == 0) {
+                    if (begun > 0) {
+                        __threadfence();
+                        atomicExch(done_here, begun);
+                    }
+                    mine = atomicCAS(begun_here, begun, begun + 1) == begun;
                 }
-                mine = atomicCAS(begun_by(h, g) + blockIdx.x, begun, begun + 1) == begun;
+                __syncthreads();
+                on = mine;
+                if (!on) break;
+                const u32 base = next * chunk + threadIdx.x;
+                uint4 held[GATHER_LOADS];
+#pragma unroll
+                for (int i = 0; i < GATHER_LOADS; i++)
+                    if (base + i * blockDim.x < vectors) held[i] = load_system(from + base + i * blockDim.x);
+#pragma unroll
+                for (int i = 0; i < GATHER_LOADS; i++)
+                    if (base + i * blockDim.x < vectors) to[base + i * blockDim.x] = held[i];
+                begun++;
             }
             __syncthreads();
-            on = mine;
-            if (!on) break;
-            const u32 base = next * chunk + threadIdx.x;
-            uint4 held[GATHER_LOADS];
-#pragma unroll
-            for (int i = 0; i < GATHER_LOADS; i++)
-                if (base + i * blockDim.x < vectors) held[i] = load_system(from + base + i * blockDim.x);
-#pragma unroll
-            for (int i = 0; i < GATHER_LOADS; i++)
-                if (base + i * blockDim.x < vectors) to[base + i * blockDim.x] = held[i];
-            begun++;
+            if (threadIdx.x == 0 && begun > 0) {
+                __threadfence();
+                atomicExch(done_here, begun);
+            }
+            fetched += begun;
         }
-        __syncthreads();
-        if (threadIdx.x == 0 && begun > 0) {
-            __threadfence();
-            atomicExch(done_by(h, g) + blockIdx.x, begun);
-        }
-        fetched += begun;
     }
     if (threadIdx.x == 0 && fetched > 0) atomicAdd(h.words + AHEAD_FETCHED, fetched);
 }

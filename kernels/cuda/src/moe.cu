@@ -47,9 +47,11 @@ GATHER(gather_ahead, true) // in its place where layers look ahead
 
 // Beside a layer, one after the other: what the next one is likely to want, and its rows on their way.
 extern "C" __global__ void __launch_bounds__(CHOICE_THREADS) choose_guesses(const __grid_constant__ Guess p) {
+    let_next_start();
     choose_rows(p);
 }
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS) fetch_guesses(const __grid_constant__ Guess p) {
+    wait_for_previous();
     fetch_rows(p);
 }
 

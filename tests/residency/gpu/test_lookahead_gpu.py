@@ -35,7 +35,7 @@ def model() -> FakeModel:
 @contextmanager
 def looking_ahead(packs: FakePacks, model: FakeModel, pool: str, **options: Any) -> Iterator[ExpertService]:
     with opened(packs, pool, lookahead=WIDTH, **options) as service:
-        service.lookahead.by(lambda layer, x: model.route(layer, x.float())[1][:, :WIDTH])
+        service.lookahead.by(lambda layer: lambda x: model.route(layer, x.float())[1][:, :WIDTH])
         service.warm_start()
         service.preheated()
         yield service
