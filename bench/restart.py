@@ -76,7 +76,7 @@ class CountedPack:
 
     def __init__(self, pack: Pack) -> None:
         self._pack = pack
-        self.header, self.checksums = pack.header, pack.checksums
+        self.header, self.checksums, self.counts = pack.header, pack.checksums, pack.counts
         self.rows = 0
 
     def read_rows(self, wanted: Sequence[RowRequest]) -> Generator[RowResult, None, None]:

@@ -59,6 +59,11 @@ def check_existing_packs(checkpoint: Checkpoint, config: TiersConfig, tp_size: i
     return missing
 
 
+def rows_from(folder: Path, header: PackHeader) -> CheckpointRows:
+    """Makes rows of a pack with this header anew from the checkpoint in `folder`."""
+    return CheckpointRows(folder, header, lambda opened: encoder_for(opened, header.codec))
+
+
 def require_packs(checkpoint: Checkpoint, config: TiersConfig, tp_size: int) -> list[Path]:
     """`check_existing_packs`, but what is missing must be possible to build: a folder without experts cannot.
 
@@ -107,11 +112,7 @@ def open_pack(
     # One rules file serves all ranks, or one each where the name says {rank}.
     faults = None if disk.faults is None else Path(str(disk.faults).replace("{rank}", str(rank)))
     reader = open_reader(disk.reader, path, threads=disk.readers, direct=disk.direct, faults=faults)
-    rebuild = None
-    if disk.rebuild:
-        rebuild = CheckpointRows(
-            checkpoint.path, header, lambda opened: encoder_for(opened, config.codecs.base)
-        )
+    rebuild = rows_from(checkpoint.path, header) if disk.rebuild else None
     return Pack.open(path, expect=header, reader=reader, verify=verify or disk.verify, rebuild=rebuild)
 
 

@@ -18,6 +18,7 @@ from ziggurat.residency.layer_figures import set_heat
 from ziggurat.residency.ledger import Ledger
 from ziggurat.residency.metric_specs import SHARES
 from ziggurat.residency.metrics import MetricWriter, TierMetrics
+from ziggurat.residency.pack_books import PackBooks
 from ziggurat.residency.passes import StepResult, StepState
 from ziggurat.residency.slots import ABSENT, SlotPool
 
@@ -49,6 +50,7 @@ class Account:
         self._steps = 0
         self._evicted = {"pool": 0, "arena": 0}
         self._waits = 0
+        self._pack = PackBooks(cache)
         fetcher.on_depth = self._fetching
         self._inline = InlineCounts.of(geometry.layers)
         self._booked = InlineCounts.of(geometry.layers)
@@ -98,6 +100,7 @@ class Account:
             behind.observe("ziggurat_step_passes", [1.0] * steps)
             self._add_inline(behind)
             self._add_evictions(behind)
+            self._pack.book(behind)
             self._set_gauges(behind, with_heat=True)
 
     def serving(self, chosen: Serving) -> None:
@@ -126,6 +129,7 @@ class Account:
             add("ziggurat_verification_failures_total", sum(fault.verification for fault in report.faults))
             add("ziggurat_tier_hits_total", report.read, "pack")
             add("ziggurat_tier_misses_total", len(report.faults), "pack")
+            self._pack.book(behind)
             self._set_tier(behind, "arena", self._cache.capacity, self._cache.used)
 
     def direct(self, rows: int) -> None:
@@ -209,6 +213,7 @@ class Account:
             self._metrics.add_layers("ziggurat_layer_fetched_rows_total", by_layer)
         inline = self._add_inline(self._metrics)
         self._add_evictions(self._metrics)
+        self._pack.book(self._metrics)
         return inline + sum(tally.rows.values())
 
     def _add_inline(self, writer: MetricWriter) -> int:

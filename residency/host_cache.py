@@ -22,6 +22,7 @@ from ziggurat.residency.ledger import Ledger
 from ziggurat.residency.policies.base import NO_IDS, EvictionPolicy
 from ziggurat.residency.ports import RowArena, RowPack
 from ziggurat.residency.runtime_errors import HostCacheError
+from ziggurat.stores.counts import PackCounts
 from ziggurat.stores.pack import RowRequest
 
 Source = Literal["arena", "pack"]
@@ -132,6 +133,10 @@ class HostCache:
     def used(self) -> int:
         """Findable rows."""
         return len(self._place_of)
+
+    def pack_counts(self) -> PackCounts:
+        """What reads of the pack met so far."""
+        return self._pack.counts()
 
     def holds(self, key: int) -> bool:
         """Whether the arena has the row of `key` right now."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from ziggurat.residency.inline.choice import SERVINGS
 from ziggurat.residency.passes import OUTCOMES
+from ziggurat.stores.counts import FAILED_READS
 
 Kind = Literal["counter", "gauge", "histogram", "info"]
 
@@ -64,6 +65,7 @@ _ROUTE = (("source", ("arena", "pack")), ("target", ("pool", "arena", "staging")
 _SOURCE = (("source", ("arena", "pack")),)
 SHARES = ("writer", "reader", "orphan", "own")
 PHASES = ("prefill", "decode", "untold")
+WRITTEN_BACK = ("yes", "no")
 STEP_PARTS = ("first_pass", "repeated_passes", "fetch")
 HOTTEST = (("1%", 0.01), ("5%", 0.05), ("10%", 0.10), ("25%", 0.25), ("50%", 0.50))
 """Parts of the experts, hottest first, whose share of the routings is exported."""
@@ -206,6 +208,28 @@ METRICS: tuple[MetricSpec, ...] = (
         "ziggurat_verification_failures_total",
         "counter",
         "Rows whose checksum did not match, also after a re-read",
+    ),
+    MetricSpec(
+        "ziggurat_pack_read_bytes_total", "counter", "Bytes that reads of the pack brought, good or not"
+    ),
+    MetricSpec(
+        "ziggurat_failed_reads_total",
+        "counter",
+        "Reads of a row that failed, also where the row was got in another way afterwards: the system said no, too "
+        "little arrived, or the checksum differs",
+        labels=(("reason", FAILED_READS),),
+    ),
+    MetricSpec("ziggurat_reread_rows_total", "counter", "Rows read again, from the disk past the page cache"),
+    MetricSpec(
+        "ziggurat_quarantined_rows_total",
+        "counter",
+        "Rows whose checksum differed, and that are checked at every read until they were good once",
+    ),
+    MetricSpec(
+        "ziggurat_rebuilt_rows_total",
+        "counter",
+        "Rows made anew from the checkpoint, by whether they are right on the disk again",
+        labels=(("written_back", WRITTEN_BACK),),
     ),
     MetricSpec(
         "ziggurat_failed_tokens_total", "counter", "Tokens whose result was invalid for want of an expert"

@@ -15,6 +15,7 @@ from ziggurat.kernels.admission import Admission
 from ziggurat.kernels.codecs.base import DecodedExpert
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.kernels.lookahead import Guess, Lookahead
+from ziggurat.stores.counts import PackCounts
 from ziggurat.stores.pack import RowRequest, RowResult
 from ziggurat.stores.packformat import PackHeader
 
@@ -28,6 +29,10 @@ class RowPack(Protocol):
     def read_rows(self, wanted: Sequence[RowRequest]) -> Generator[RowResult, None, None]:
         """Read rows into the requests' buffers; yields in order of completion. No read is under way
         when it ends, raises or is closed."""
+        ...
+
+    def counts(self) -> PackCounts:
+        """What reads met so far."""
         ...
 
     def close(self) -> None: ...

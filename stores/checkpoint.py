@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -17,10 +17,13 @@ from ziggurat.stores.inventory import Inventory, Key, Part, take_inventory
 from ziggurat.stores.manifest import ExpertFacts
 from ziggurat.stores.mapping import TORCH_DTYPES, MappedFile, merge_ranges
 from ziggurat.stores.modelconfig import ModelConfig, read_model_config
-from ziggurat.stores.names import Matrix, parse_expert_name
+from ziggurat.stores.names import MATRICES, Matrix, parse_expert_name
 from ziggurat.stores.shards import ShardSet, read_shards
 from ziggurat.stores.stored import StoredExpert, StoredWeight, WeightFormat
 from ziggurat.stores.stripped import read_stripped
+
+# A tensor, or an index of its first dimension.
+_Get = Callable[[Part, int | None], torch.Tensor]
 
 
 class Checkpoint:
@@ -93,15 +96,20 @@ class Checkpoint:
         """Number of MoE layers."""
         return len(self.layer_ids)
 
-    def expert(self, layer_index: int, expert: int) -> StoredExpert:
-        """The three matrices of one expert, without reading them. Raises IndexError out of range."""
+    def expert(self, layer_index: int, expert: int, *, copied: bool = False) -> StoredExpert:
+        """The three matrices of one expert, without reading them. Raises IndexError out of range.
+
+        copied: read them now, into memory of their own, so that a file that fails or shrinks is an OSError here and not
+        the end of the process that uses them.
+        """
         if not (0 <= layer_index < self.layers and 0 <= expert < self.experts):
             raise IndexError(
                 f"layer index {layer_index}, expert {expert}: the model has {self.layers} x {self.experts}"
             )
         layer = self.layer_ids[layer_index]
         make = self._from_fused if layer in self._experts().fused else self._from_single
-        return StoredExpert(make(layer, expert, "w1"), make(layer, expert, "w3"), make(layer, expert, "w2"))
+        get = self._copy if copied else self._view
+        return StoredExpert(*(make(layer, expert, matrix, get) for matrix in MATRICES))
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor is an expert's of the layers behind the main ones, which only predict further tokens."""
@@ -157,15 +165,19 @@ class Checkpoint:
             raise ValueError(f"checkpoint {self.path} is closed")
         return self._files[shard]
 
-    def _tensor(self, part: Part) -> torch.Tensor:
-        return self._file(part.shard).tensor(part.info)
+    def _view(self, part: Part, index: int | None) -> torch.Tensor:
+        whole = self._file(part.shard).tensor(part.info)
+        return whole if index is None else whole[index]
 
-    def _from_single(self, layer: int, expert: int, matrix: Matrix) -> StoredWeight:
+    def _copy(self, part: Part, index: int | None) -> torch.Tensor:
+        return self._file(part.shard).read(part.info, index)
+
+    def _from_single(self, layer: int, expert: int, matrix: Matrix, get: _Get) -> StoredWeight:
         parts, form = self._experts().parts, self.format
         part = parts[Key(layer, expert, matrix, "weight")]
         scale, scale_2 = (parts.get(Key(layer, expert, matrix, kind)) for kind in ("scale", "scale_2"))
-        data = self._tensor(part)
-        scales = None if scale is None else self._tensor(scale)
+        data = get(part, None)
+        scales = None if scale is None else get(scale, None)
         if form in ("nvfp4", "mxfp4"):
             data = data.view(torch.uint8)
         if form == "mxfp4" and scales is not None:
@@ -176,24 +188,24 @@ class Checkpoint:
             shape=self._shape(matrix),
             data=data,
             scale=scales,
-            scale_2=None if scale_2 is None else self._tensor(scale_2).view(()),
+            scale_2=None if scale_2 is None else get(scale_2, None).view(()),
             block=self.block,
         )
 
-    def _from_fused(self, layer: int, expert: int, matrix: Matrix) -> StoredWeight:
+    def _from_fused(self, layer: int, expert: int, matrix: Matrix, get: _Get) -> StoredWeight:
         inventory = self._experts()
         parts = inventory.parts
         key = Key(layer, None, "w2" if matrix == "w2" else "w13", "weight")
         shape = self._shape(matrix)
         first = shape[0] if matrix == "w3" else 0  # gate stands over up
-        data = self._tensor(parts[key])[expert]
+        data = get(parts[key], expert)
         if inventory.transposed:
             data = data.T
         scale = parts.get(key._replace(kind="scale"))
         scales = None
         if scale is not None and self.block is not None:
             rows = -(-shape[0] // self.block[0])
-            scales = self._tensor(scale)[expert].narrow(0, first // self.block[0], rows)
+            scales = get(scale, expert).narrow(0, first // self.block[0], rows)
         return StoredWeight(
             name=f"{parts[key].info.name}[{expert}]",
             format=self.format,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterable
@@ -40,6 +41,7 @@ class MappedFile:
             self._map = mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(fd)
+        self._path = header.path
         self._data_start = header.data_start
 
     def tensor(self, info: TensorInfo) -> torch.Tensor:
@@ -53,6 +55,31 @@ class MappedFile:
             return raw.clone().view(dtype).view(info.shape)
         count = info.nbytes // dtype.itemsize
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(info.shape)
+
+    def read(self, info: TensorInfo, index: int | None = None) -> torch.Tensor:
+        """A tensor, or `index` of its first dimension, copied by ordinary reads.
+
+        A process that touches a mapping of a file that was cut, or whose disk fails, is killed; here it is an OSError.
+        """
+        dtype = TORCH_DTYPES[info.dtype]
+        shape = info.shape if index is None else info.shape[1:]
+        nbytes = info.nbytes if index is None else info.nbytes // info.shape[0]
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        raw = torch.empty(nbytes, dtype=torch.uint8)
+        view = raw.numpy().data
+        offset = self._data_start + info.begin + (index or 0) * nbytes
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < nbytes:
+                count = os.preadv(fd, [view[done:]], offset + done)
+                if count == 0:
+                    raise OSError(errno.EIO, f"{self._path} ends inside {info.name}")
+                done += count
+        finally:
+            os.close(fd)
+        return raw.view(dtype).view(shape)
 
     def advise(self, ranges: Iterable[tuple[int, int]], advice: int) -> None:
         """Tell the kernel what is planned for byte ranges `[begin, end)` of the data section."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from pathlib import Path
+from threading import Lock
 from time import perf_counter
 from typing import Literal, NamedTuple
 
@@ -15,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ziggurat.stores.buffers import aligned_buffer
+from ziggurat.stores.counts import PackCounts
 from ziggurat.stores.errors import (
     PackError,
     PackIncompleteError,
@@ -38,8 +41,8 @@ from ziggurat.stores.readers.pread import PreadReader
 VerifyMode = Literal["always", "first-read", "never"]
 BUILDING_SUFFIX = ".building"
 _DAMAGED = (
-    "checksum {} in two reads; `ziggurat verify` lists all bad rows, deleting the file and running `ziggurat pack` "
-    "(`ziggurat import`, if that brought it) makes it anew"
+    "checksum {} in two reads; `ziggurat verify` lists all bad rows, and with --rebuild it makes them anew from the "
+    "checkpoint (or delete the file, then `ziggurat pack`, or `ziggurat import` if that brought it)"
 )
 
 
@@ -58,7 +61,8 @@ class RowRequest(NamedTuple):
 class RowResult(NamedTuple):
     """How one request ended; the buffer's content is the row only if `error` is None.
 
-    seconds: time in the reading thread(s), both reads if the row was read again.
+    seconds: time in the reading thread(s), both reads if the row was read again. restored: it is not from the disk but
+    was made anew from the checkpoint.
     """
 
     layer: int
@@ -66,6 +70,7 @@ class RowResult(NamedTuple):
     nbytes: int
     seconds: float
     error: RowReadError | None
+    restored: bool = False
 
 
 class Pack:
@@ -83,6 +88,7 @@ class Pack:
         header: PackHeader,
         data_start: int,
         checksums: npt.NDArray[np.uint64],
+        file: tuple[int, int],
         reader: Reader,
         verify: VerifyMode,
         rebuild: Rebuild | None = None,
@@ -94,7 +100,10 @@ class Pack:
         self._reader = reader
         self._verify = verify
         self._good = bytearray(header.rows)
-        self.quarantine = Quarantine(path, header, data_start, rebuild)
+        self._lock = Lock()
+        self._read_bytes = self._reread = 0
+        self._failed: Counter[RowFailure] = Counter()
+        self.quarantine = Quarantine(path, header, data_start, file, rebuild)
 
     @classmethod
     def open(
@@ -118,14 +127,16 @@ class Pack:
         try:
             if verify not in ("always", "first-read", "never"):
                 raise ValueError(f"verify is {verify!r}; it can be always, first-read or never")
-            header, data_start, checksums = _read_table(path)
+            header, data_start, checksums, file = _read_table(path)
             if expect is not None:
                 check_expected(path, expect, header)
             absent = int((checksums == ABSENT).sum())
             if absent and not allow_absent:
                 problem = f"{absent} of {header.rows} rows are absent; run `ziggurat pack` to build it"
                 raise PackIncompleteError(path, problem)
-            return cls(path, header, data_start, checksums, reader or PreadReader(path), verify, rebuild)
+            return cls(
+                path, header, data_start, checksums, file, reader or PreadReader(path), verify, rebuild
+            )
         except BaseException:
             if reader is not None:
                 reader.close()
@@ -141,6 +152,13 @@ class Pack:
         """(layer id, expert) of the rows whose bytes were wrong when they were read last, in order."""
         found = [divmod(tag, self.header.experts) for tag in sorted(self.quarantine.tags)]
         return [(self.header.layer_ids[layer], expert) for layer, expert in found]
+
+    def counts(self) -> PackCounts:
+        """What reads met so far."""
+        with self._lock:
+            failed = self._failed
+            reads = self._read_bytes, failed["io"], failed["short"], failed["checksum"], self._reread
+        return PackCounts(*reads, *self.quarantine.counts())
 
     @property
     def direct(self) -> bool:
@@ -251,29 +269,41 @@ class Pack:
         again: dict[int, float] = {}
         buffers = {job.tag: job.buffer for job in jobs}
         stride = self.header.stride
-        with closing(self._reader.read(jobs, self._on_arrival(digests, sole), fresh=fresh)) as ends:
-            for tag, nbytes, seconds, error in ends:
-                seconds += before.get(tag, 0.0)
-                if error is not None:
-                    yield self._restored(tag, buffers[tag], nbytes, seconds, "io", str(error), None)
-                elif nbytes != stride:
-                    reason = f"{nbytes} of {stride} bytes arrived"
-                    yield self._restored(tag, buffers[tag], nbytes, seconds, "short", reason, None)
-                elif tag not in digests or digests[tag] == self._checksum(tag):
-                    if tag in digests:
-                        self._good[tag] = 1
-                        self.quarantine.good(tag)
-                    yield RowResult(*divmod(tag, self.header.experts), nbytes, seconds, None)
-                else:
-                    self._good[tag] = 0
-                    self.quarantine.mismatch(tag)
-                    if last:
-                        reason = _DAMAGED.format(f"{digests[tag]:016x}, not {self._checksum(tag):016x}")
-                        yield self._restored(
-                            tag, buffers[tag], nbytes, seconds, "checksum", reason, digests[tag]
-                        )
+        arrived = 0
+        failed: Counter[RowFailure] = Counter()
+        try:
+            with closing(self._reader.read(jobs, self._on_arrival(digests, sole), fresh=fresh)) as ends:
+                for tag, nbytes, seconds, error in ends:
+                    seconds += before.get(tag, 0.0)
+                    arrived += nbytes
+                    if error is not None:
+                        failed["io"] += 1
+                        yield self._restored(tag, buffers[tag], nbytes, seconds, "io", str(error), None)
+                    elif nbytes != stride:
+                        failed["short"] += 1
+                        reason = f"{nbytes} of {stride} bytes arrived"
+                        yield self._restored(tag, buffers[tag], nbytes, seconds, "short", reason, None)
+                    elif tag not in digests or digests[tag] == self._checksum(tag):
+                        if tag in digests:
+                            self._good[tag] = 1
+                            self.quarantine.good(tag)
+                        yield RowResult(*divmod(tag, self.header.experts), nbytes, seconds, None)
                     else:
-                        again[tag] = seconds
+                        failed["checksum"] += 1
+                        self._good[tag] = 0
+                        self.quarantine.mismatch(tag)
+                        if last:
+                            reason = _DAMAGED.format(f"{digests[tag]:016x}, not {self._checksum(tag):016x}")
+                            yield self._restored(
+                                tag, buffers[tag], nbytes, seconds, "checksum", reason, digests[tag]
+                            )
+                        else:
+                            again[tag] = seconds
+        finally:
+            with self._lock:
+                self._read_bytes += arrived
+                self._failed += failed
+                self._reread += len(jobs) if last else 0
         return again
 
     def _restored(
@@ -290,12 +320,12 @@ class Pack:
         if self.quarantine.can_rebuild:
             start = perf_counter()
             try:
-                self.quarantine.restore(tag, buffer, self._checksum(tag), found)
+                self.checksums.flat[tag] = self.quarantine.restore(tag, buffer, self._checksum(tag), found)
             except RebuildError as e:
                 reason = f"{reason}; {e}"
             else:
                 spent = seconds + perf_counter() - start
-                return RowResult(*divmod(tag, self.header.experts), self.header.stride, spent, None)
+                return RowResult(*divmod(tag, self.header.experts), self.header.stride, spent, None, True)
         return self._bad(tag, nbytes, seconds, kind, reason)
 
     def _on_arrival(self, digests: dict[int, int], sole: set[int]) -> Arrived | None:
@@ -322,8 +352,8 @@ class Pack:
         return RowResult(layer, expert, nbytes, seconds, error)
 
 
-def _read_table(path: Path) -> tuple[PackHeader, int, npt.NDArray[np.uint64]]:
-    """Header, start of the data section and checksum table of a pack file."""
+def _read_table(path: Path) -> tuple[PackHeader, int, npt.NDArray[np.uint64], tuple[int, int]]:
+    """Header, start of the data section and checksum table of a pack file, and which file it is: (device, inode)."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as e:
@@ -335,7 +365,8 @@ def _read_table(path: Path) -> tuple[PackHeader, int, npt.NDArray[np.uint64]]:
         raise PackError(path, f"cannot be opened: {e.strerror}") from e
     try:
         header, data_start = read_pack_header(path, fd)
-        return header, data_start, read_checksums(fd, header, data_start)
+        file = os.fstat(fd)
+        return header, data_start, read_checksums(fd, header, data_start), (file.st_dev, file.st_ino)
     except OSError as e:
         raise PackError(path, f"cannot be read: {e.strerror}") from e
     finally:

@@ -37,7 +37,7 @@ class CheckpointRows:
                 row = torch.frombuffer(buffer, dtype=torch.uint8, count=header.stride)
                 row.zero_()
                 encoder.encode(
-                    checkpoint.expert(layer, expert),
+                    checkpoint.expert(layer, expert, copied=True),
                     header.tp_size,
                     {header.tp_rank: row[: header.row_bytes]},
                 )

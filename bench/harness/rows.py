@@ -13,6 +13,7 @@ from bench.random_rows import random_rows
 from bench.shapes import MoeShape
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.geometry import ExpertGeometry
+from ziggurat.stores.counts import PackCounts
 from ziggurat.stores.pack import RowRequest, RowResult
 from ziggurat.stores.packformat import PackHeader, stride_of
 
@@ -68,6 +69,10 @@ class MemoryPack:
         source = self._rows[(layer * self.header.experts + expert) % self.distinct]
         np.copyto(np.frombuffer(buffer, dtype=np.uint8)[: source.size], source)
         return RowResult(layer, expert, source.size, time.perf_counter() - started, None)
+
+    def counts(self) -> PackCounts:
+        """Nothing is read from a file."""
+        return PackCounts()
 
     def close(self) -> None:
         """Nothing is held open: the next service may use the same rows."""

@@ -20,6 +20,7 @@ from ziggurat.integration.cli import (
     simulate,
     top,
     trace,
+    verify,
 )
 from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.preflight import REFUSALS
@@ -32,7 +33,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for module in (plan, doctor, packs, portable, serve, arena, replay, simulate, trace, bench, top, report):
+for module in (
+    plan,
+    doctor,
+    packs,
+    portable,
+    serve,
+    arena,
+    replay,
+    simulate,
+    trace,
+    bench,
+    top,
+    report,
+    verify,
+):
     module.register(app)
 
 

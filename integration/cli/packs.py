@@ -1,4 +1,4 @@
-"""`ziggurat pack`, `verify` and `dump`."""
+"""`ziggurat pack` and `dump`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,17 @@ from ziggurat.integration.cli.failures import CliError
 from ziggurat.integration.cli.options import ConfigOption, ModelArgument, TensorParallelOption, read_inputs
 from ziggurat.integration.cli.progress import RowProgress
 from ziggurat.integration.packing import encoder_for, ensure_packs, require_packs
-from ziggurat.integration.portable import find_packs
 from ziggurat.integration.preflight import plan_for
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.stores.builder import peak_bytes
 from ziggurat.stores.checkpoint import Checkpoint
-from ziggurat.stores.exporting import changed_files
-from ziggurat.stores.manifest import read_manifest
 from ziggurat.stores.pack import Pack
-from ziggurat.stores.verify import verify_pack
 
 
 def register(app: typer.Typer) -> None:
     """Mount the commands."""
     app.command("pack")(pack)
-    app.command("verify")(verify)
     app.command("dump")(dump)
 
 
@@ -49,53 +44,6 @@ def pack(model: ModelArgument = None, config: ConfigOption = None, tp: TensorPar
             paths = ensure_packs(checkpoint, tiers, tp, progress, wait=False)
     for path in paths:
         out.print(f"{path} ({path.stat().st_size / 2**20:.1f} MiB)")
-
-
-def verify(
-    pack_file: Annotated[
-        Path, typer.Argument(metavar="PACK", help="A pack file, or a folder that `ziggurat export` wrote.")
-    ],
-) -> None:
-    """Check every row of PACK against its checksum; status 1 and the bad rows' names if one differs."""
-    out = Console(highlight=False, soft_wrap=True)
-    if pack_file.is_dir():
-        _verify_folder(pack_file, out)
-    else:
-        _verify_rows(pack_file, out)
-
-
-def _verify_folder(folder: Path, out: Console) -> None:
-    """An export: its other files first, then its packs."""
-    manifest = read_manifest(folder)
-    if manifest is not None:
-        with Console(stderr=True).status(f"reading {len(manifest.files)} files"):
-            changed = changed_files(folder, manifest)
-        for name in changed:
-            out.print(f"changed since it was exported: {name}", markup=False)
-        if changed:
-            raise CliError(
-                f"{folder}: {len(changed)} of {len(manifest.files)} files are not what was exported"
-            )
-        out.print(f"{folder}: all {len(manifest.files)} files are as they were exported")
-    for path, header in find_packs(folder):
-        if manifest is not None and header.identity != manifest.identity:
-            raise CliError(
-                f"{path}: packed from checkpoint {header.identity}, but this is an export of {manifest.identity}"
-            )
-        _verify_rows(path, out)
-
-
-def _verify_rows(path: Path, out: Console) -> None:
-    with RowProgress("verifying") as progress:
-        report = verify_pack(path, progress)
-    for layer_id, expert, reason in report.bad:
-        out.print(f"bad row: layer {layer_id} expert {expert}: {reason}", markup=False)
-    if report.bad:
-        raise CliError(
-            f"{path}: {len(report.bad)} of {report.rows} rows are bad; delete it and run `ziggurat pack` again"
-            " (`ziggurat import`, if that brought it)"
-        )
-    out.print(f"{path}: all {report.rows} rows are good")
 
 
 def dump(

@@ -10,26 +10,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from ziggurat.integration.observability.panels import Panel, placed, variables
+
 _WHERE = 'job=~"$job", instance=~"$instance", rank=~"$rank"'
-_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One panel. queries: (PromQL, legend). kind: Grafana's panel type. width, height: in its grid of 24 columns."""
-
-    title: str
-    kind: str
-    unit: str
-    queries: tuple[tuple[str, str], ...]
-    width: int = 8
-    height: int = 8
-    description: str = ""
-    stacked: bool = False
-    most: float | None = None
 
 
 def _of(metric: str, *more: str) -> str:
@@ -255,6 +240,45 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "Disk",
+        (
+            Panel(
+                "Bytes read from the pack",
+                "timeseries",
+                "Bps",
+                ((f"sum({_rate('ziggurat_pack_read_bytes_total')})", "read"),),
+            ),
+            Panel(
+                "Reads that failed in an hour",
+                "timeseries",
+                "short",
+                (
+                    (
+                        f"sum by (reason) (increase({_of('ziggurat_failed_reads_total')}[1h]))",
+                        "{{reason}}",
+                    ),
+                ),
+                description="Also those whose row was then read again or made anew, so that no request failed.",
+                stacked=True,
+            ),
+            Panel(
+                "Damaged rows in an hour",
+                "timeseries",
+                "short",
+                (
+                    (_increase("ziggurat_reread_rows_total"), "read again"),
+                    (_increase("ziggurat_quarantined_rows_total"), "quarantined"),
+                    (
+                        f"sum by (written_back) (increase({_of('ziggurat_rebuilt_rows_total')}[1h]))",
+                        "made anew, written back: {{written_back}}",
+                    ),
+                    (_increase("ziggurat_io_errors_total"), "lost"),
+                ),
+                description="A row that is lost fails the requests that need it.",
+            ),
+        ),
+    ),
+    (
         "Heat",
         (
             Panel(
@@ -355,110 +379,9 @@ def dashboard() -> dict[str, Any]:
         "editable": True,
         "refresh": "15s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": list(_variables())},
-        "panels": list(_panels()),
+        "templating": {"list": list(variables())},
+        "panels": list(placed(ROWS)),
     }
-
-
-def _variables() -> Iterator[dict[str, Any]]:
-    yield {
-        "name": "datasource",
-        "label": "Data source",
-        "type": "datasource",
-        "query": "prometheus",
-        "current": {},
-        "hide": 0,
-    }
-    filters = ""
-    for name in ("job", "instance", "rank"):
-        query = f"label_values(ziggurat_row_stride_bytes{{{filters}}}, {name})"
-        yield {
-            "name": name,
-            "label": name.capitalize(),
-            "type": "query",
-            "datasource": _SOURCE,
-            "definition": query,
-            "query": {"query": query, "refId": name},
-            "refresh": 2,
-            "sort": 3,
-            "multi": True,
-            "includeAll": True,
-            "allValue": ".*",
-            "current": {"text": "All", "value": "$__all"},
-        }
-        filters += f'{", " if filters else ""}{name}=~"${name}"'
-
-
-def _panels() -> Iterator[dict[str, Any]]:
-    number, top = 0, 0
-    for title, panels in ROWS:
-        number += 1
-        yield {
-            "id": number,
-            "type": "row",
-            "title": title,
-            "collapsed": False,
-            "gridPos": {"x": 0, "y": top, "w": 24, "h": 1},
-            "panels": [],
-        }
-        top += 1
-        left, height = 0, 0
-        for panel in panels:
-            if left + panel.width > 24:
-                top, left, height = top + height, 0, 0
-            number += 1
-            place = {"x": left, "y": top, "w": panel.width, "h": panel.height}
-            yield {"id": number, "gridPos": place, **_panel(panel)}
-            left, height = left + panel.width, max(height, panel.height)
-        top += height
-
-
-def _panel(panel: Panel) -> dict[str, Any]:
-    custom: dict[str, Any] = {}
-    if panel.kind == "timeseries":
-        custom = {"fillOpacity": 20 if panel.stacked else 0, "lineWidth": 1, "showPoints": "never"}
-        if panel.stacked:
-            custom["stacking"] = {"mode": "normal", "group": "A"}
-    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0, "custom": custom}
-    if panel.most is not None:
-        defaults["max"] = panel.most
-    instant = panel.kind in ("bargauge", "table")
-    return {
-        "title": panel.title,
-        "type": panel.kind,
-        "description": panel.description,
-        "datasource": _SOURCE,
-        "fieldConfig": {"defaults": defaults, "overrides": []},
-        "options": _options(panel.kind),
-        "targets": [
-            {
-                "refId": chr(ord("A") + index),
-                "datasource": _SOURCE,
-                "expr": expression,
-                "legendFormat": legend or "__auto",
-                "instant": instant,
-                "range": not instant,
-                **({"format": "table"} if panel.kind == "table" else {}),
-            }
-            for index, (expression, legend) in enumerate(panel.queries)
-        ],
-    }
-
-
-def _options(kind: str) -> dict[str, Any]:
-    if kind == "stat":
-        return {"reduceOptions": {"calcs": ["lastNotNull"]}, "graphMode": "area", "colorMode": "value"}
-    if kind == "bargauge":
-        return {
-            "reduceOptions": {"calcs": ["lastNotNull"]},
-            "orientation": "horizontal",
-            "displayMode": "basic",
-        }
-    if kind == "heatmap":
-        return {"calculate": False, "color": {"mode": "scheme", "scheme": "Oranges", "steps": 64}}
-    if kind == "timeseries":
-        return {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
-    return {}
 
 
 def text() -> str:

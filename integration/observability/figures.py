@@ -174,6 +174,8 @@ def figures(before: Page, after: Page) -> Figures:
             "reads": after.total("ziggurat_io_errors_total"),
             "checksums": after.total("ziggurat_verification_failures_total"),
             "tokens": after.total("ziggurat_failed_tokens_total"),
+            "reread": after.total("ziggurat_reread_rows_total"),
+            "rebuilt": after.total("ziggurat_rebuilt_rows_total"),
         },
     )
 

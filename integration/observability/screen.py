@@ -243,11 +243,16 @@ class Screen:
         errors = {name: count for name, count in self.figures.errors.items() if count}
         if not errors:
             return _labelled("errors", Text("none", style="green"))
-        names = {"reads": "rows not read", "checksums": "of them damaged", "tokens": "tokens failed"}
-        return _labelled(
-            "errors",
-            Text(" · ".join(f"{count:.0f} {names[name]}" for name, count in errors.items()), "bold red"),
-        )
+        names = {
+            "reads": "rows not read",
+            "checksums": "of them damaged",
+            "tokens": "tokens failed",
+            "reread": "read twice",
+            "rebuilt": "rebuilt",
+        }
+        healed = errors.keys() <= {"reread", "rebuilt"}  # nobody has noticed
+        said = " · ".join(f"{count:.0f} {names[name]}" for name, count in errors.items())
+        return _labelled("errors", Text(said, "yellow" if healed else "bold red"))
 
     def _foot(self, width: int) -> Text:
         if self.trouble:

@@ -107,7 +107,7 @@ class FaultyFiles:
             self._cut()
         if name == "pwrite":
             fd, data, offset = args
-            self._unsynced.setdefault(fd, []).append((offset, os.pread(fd, len(data), offset)))
+            self._unsynced.setdefault(fd, []).append((offset, _held(fd, len(data), offset)))
         elif name in ("fdatasync", "fsync"):
             self._unsynced.pop(args[0], None)
         return real(*args, **kwargs)
@@ -120,6 +120,15 @@ class FaultyFiles:
                     if dice.random() < 0.5:
                         self._real["pwrite"](fd, before[at : at + PAGE], offset + at)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _held(fd: int, nbytes: int, offset: int) -> bytes:
+    """What a file holds now, also where `fd` is for writing only."""
+    reading = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    try:
+        return os.pread(reading, nbytes, offset)
+    finally:
+        os.close(reading)
 
 
 def run_in_child(job: Callable[[], None]) -> int:

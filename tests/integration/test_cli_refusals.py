@@ -154,6 +154,85 @@ def test_verify_names_the_bad_row(run: Run, model: Path, packs: Path, tmp_path: 
     assert "bad row: layer 0 expert 0" in done.stdout
 
 
+def test_verify_mends_from_the_checkpoint(run: Run, model: Path, packs: Path, tmp_path: Path) -> None:
+    first = build(run, model, tiers_file(tmp_path, packs), packs, "--tp", 2)
+    second = sorted(packs.glob("*.safetensors"))[1]
+    sound = state(packs)
+    for pack, at in ((first, 4096 + 1), (second, second.stat().st_size - 8)):  # a row, and a row's checksum
+        data = bytearray(pack.read_bytes())
+        data[at] ^= 1
+        pack.write_bytes(data)
+    damaged = state(packs)
+
+    status, line = run("verify", first, second)
+    assert status == 1
+    assert "1 of 8 rows are bad" in line
+    assert "1 more packs are bad" in line
+
+    other = tmp_path / "other"
+    write_checkpoint(other, kind="qwen3", seed=1, **SIZES)
+    status, line = run("verify", first, "--rebuild", other)
+    assert status == 1
+    assert "is of another checkpoint than" in line
+    assert state(packs) == damaged
+
+    os.truncate(second, second.stat().st_size - 1)
+    status, line = run("verify", first, second, "--rebuild", model)  # the first one is mended all the same
+    assert status == 1
+    assert second.name in line
+    assert "1 fewer" in line
+    assert state(packs)[first.name] == sound[first.name]
+
+    with second.open("ab") as file:
+        file.write(bytes([data[-1]]))
+    assert run("verify", first, second, "--rebuild", model) == (0, "")
+    assert state(packs) == sound
+
+
+def test_verify_does_not_mend_what_it_cannot_prove(
+    run: Run, model: Path, packs: Path, tmp_path: Path
+) -> None:
+    pack = build(run, model, tiers_file(tmp_path, packs), packs)
+    data = bytearray(pack.read_bytes())
+    data[4096 + 1] ^= 1
+    data[-8 * 8] ^= 1  # the same row's checksum
+    pack.write_bytes(data)
+    damaged = state(packs)
+    status, line = run("verify", pack, "--rebuild", model)
+    assert status == 1
+    assert "1 of 8 rows are bad; see above why" in line
+    assert state(packs) == damaged
+
+
+@pytest.mark.parametrize("rebuild", [False, True])
+def test_verify_can_be_interrupted(run: Run, model: Path, packs: Path, tmp_path: Path, rebuild: bool) -> None:
+    """Ctrl-C while rows are read: status 130 and nothing but whole rows written."""
+    pack = build(run, model, tiers_file(tmp_path, packs), packs)
+    before = state(packs)
+    script = (
+        "import os, signal, sys\n"
+        "from ziggurat.integration.cli.main import main\n"
+        "from ziggurat.integration.cli.progress import RowProgress\n"
+        "real = RowProgress.advance\n"
+        "def advance(self, rows, nbytes):\n"
+        "    real(self, rows, nbytes)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "RowProgress.advance = advance\n"
+        "main()\n"
+    )
+    more = ["--rebuild", str(model)] if rebuild else []
+    done = subprocess.run(
+        [sys.executable, "-c", script, "verify", str(pack), *more],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "rows are good" not in done.stdout
+    assert state(packs) == before
+
+
 def test_pack_of_another_model_with_the_same_geometry(
     run: Run, model: Path, packs: Path, tmp_path: Path
 ) -> None:

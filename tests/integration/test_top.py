@@ -206,6 +206,13 @@ def test_errors_and_trouble_are_on_the_screen() -> None:
     metrics.add("ziggurat_failed_tokens_total", 9)
     lines = frame(figures(before, Page.parse(page_text(metrics), 1.0)), trouble="cannot be reached: refused")
     assert "2 rows not read · 9 tokens failed" in "\n".join(lines)
+    metrics.add("ziggurat_verification_failures_total", 1)
+    metrics.add("ziggurat_reread_rows_total", 5)
+    metrics.add("ziggurat_rebuilt_rows_total", 3, "yes")
+    metrics.add("ziggurat_rebuilt_rows_total", 1, "no")
+    full = frame(figures(before, Page.parse(page_text(metrics), 1.0)))
+    said = "errors     2 rows not read · 1 of them damaged · 9 tokens failed · 5 read twice · 4 rebuilt"
+    assert said[:79].rstrip() in "\n".join(full)
     assert lines[-1].strip() == "cannot be reached: refused"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,11 @@ import pytest
 import torch
 
 from support.fake_moe import FakeModel, FakePacks, Passes, bits_equal, open_tiers, tiers
+from support.packfiles import flip, row_start
 from support.ranks import ThreadConsensus, run_ranks
 from ziggurat.residency.passes import StepResult
-from ziggurat.stores.pack import Pack
+from ziggurat.stores.counts import FAILED_READS
+from ziggurat.stores.pack import Pack, RowRequest
 from ziggurat.stores.readers.registry import open_reader
 
 pytestmark = pytest.mark.usefixtures("layers")
@@ -81,6 +85,14 @@ def test_only_the_tokens_of_a_lost_expert_fail_and_the_next_step_is_clean(
         tried = 2 if miss is REPLAY else 1
         assert metrics.value("ziggurat_io_errors_total") == tried
         assert metrics.value("ziggurat_verification_failures_total") == tried * verification
+        reason = {"error": "io", "short": "short", "flip": "checksum"}[kind]
+        reads = tried * (1 + verification)  # one that brings wrong bytes is read again
+        for one in FAILED_READS:
+            assert metrics.value("ziggurat_failed_reads_total", one) == (reads if one == reason else 0)
+        assert metrics.value("ziggurat_reread_rows_total") == tried * verification
+        assert metrics.value("ziggurat_quarantined_rows_total") == verification, (
+            "it stays in after the first pass"
+        )
 
 
 def test_a_failure_that_passes_is_healed_within_the_step(packs: FakePacks, model: FakeModel) -> None:
@@ -106,6 +118,39 @@ def test_with_every_read_failing_every_token_fails_and_nothing_is_resident(
         assert torch.isfinite(result.value).all()
         service.slots.check()
         service.cache.check()
+
+
+@pytest.mark.parametrize("written_back", [True, False])
+def test_a_damaged_row_is_made_anew_and_only_counted(
+    packs: FakePacks, model: FakeModel, tmp_path: Path, written_back: bool
+) -> None:
+    x = model.inputs(6)
+    path = Path(shutil.copy(packs.paths[0], tmp_path))
+    sound = path.read_bytes()
+    rows = packs.open()
+
+    def rebuild(layer: int, expert: int, buffer: memoryview) -> None:
+        (result,) = rows.read_rows([RowRequest(layer, expert, buffer)])
+        assert result.error is None
+
+    flip(path, row_start(path, rows.header, *divmod(KEY, 12)) + 5)
+    pack = Pack.open(path, rebuild=rebuild)
+    if not written_back:
+        path.unlink()
+    with tiers(packs, slots=48, miss=REPLAY, pack=pack) as service:
+        result = Passes(model, service).step(x)
+        assert result.failures == ()
+        assert bits_equal(result.value, packs.reference(model, x))
+        value = service.metrics.value
+        assert value("ziggurat_failed_reads_total", "checksum") == 2
+        assert value("ziggurat_quarantined_rows_total") == value("ziggurat_reread_rows_total") == 1
+        assert value("ziggurat_rebuilt_rows_total", "yes") == written_back
+        assert value("ziggurat_rebuilt_rows_total", "no") == (not written_back)
+        assert value("ziggurat_io_errors_total") == value("ziggurat_failed_tokens_total") == 0
+        fetched = value("ziggurat_fetched_rows_total", "pack", "pool")
+        assert value("ziggurat_pack_read_bytes_total") == (fetched + 1) * pack.header.stride
+    assert not written_back or path.read_bytes() == sound
+    rows.close()
 
 
 def test_a_tolerated_step_does_not_fail_for_a_row_it_did_without(packs: FakePacks, model: FakeModel) -> None:

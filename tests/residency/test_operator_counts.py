@@ -65,6 +65,7 @@ def test_tiers_layers_and_tokens_add_up(packs: FakePacks, model: FakeModel, slot
         misses["arena"] == hits["pack"] == moved["pack", "pool"] + moved["pack", "staging"] == len(pack.log)
     )
     assert misses["pack"] == 0
+    assert value("ziggurat_pack_read_bytes_total") == len(pack.log) * pack.header.stride
 
     fetched = by_layer(m, "ziggurat_layer_fetched_rows_total")
     assert sum(fetched) == moved["arena", "pool"] + moved["pack", "pool"]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.checkpoints import SizeArgs, write_checkpoint
+from support.disks import tmpfs
 from support.verbatim import VerbatimEncoder
 from ziggurat.stores.builder import build_pack, expected_header
 from ziggurat.stores.checkpoint import Checkpoint
@@ -55,12 +54,7 @@ def wanted(small: Checkpoint) -> PackHeader:
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     """A real filesystem of 1 MiB. Needs the right to mount."""
-    place = tmp_path / "tmpfs"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
+    with tmpfs(tmp_path / "tmpfs", "1m") as place:
+        if place is None:
+            pytest.skip("needs the right to mount a tmpfs")
         yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.building import after, interrupted, snapshot
+from support.disks import fill_disk
 from support.verbatim import VerbatimEncoder
 from ziggurat.stores.builder import build_pack, expected_header
 from ziggurat.stores.checkpoint import Checkpoint
@@ -35,17 +36,6 @@ def test_disk_space_is_checked_first(small: Checkpoint, small_tmpfs: Path, tmp_p
     assert f"{caught.value.short} bytes short" in str(caught.value)
     assert snapshot(small_tmpfs) == before
     assert not (small_tmpfs / "packs").exists()
-
-
-def fill_disk(folder: Path) -> None:
-    with (folder / "filler").open("ab", buffering=0) as file:
-        for size in (65536, 4096):
-            try:
-                while True:
-                    file.write(bytes(size))
-            except OSError as e:
-                if e.errno != errno.ENOSPC:
-                    raise
 
 
 def test_a_disk_that_fills_up_leaves_nothing_new(small: Checkpoint, small_tmpfs: Path) -> None:

@@ -30,7 +30,15 @@ def raw_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def matrices(checkpoint: Checkpoint, layer: int, expert: int) -> dict[str, StoredWeight]:
-    stored = checkpoint.expert(layer, expert)
+    """Views of the file, which are the same as copies."""
+    stored, copied = checkpoint.expert(layer, expert), checkpoint.expert(layer, expert, copied=True)
+    for view, copy in ((stored.w1, copied.w1), (stored.w3, copied.w3), (stored.w2, copied.w2)):
+        assert (view.name, view.shape, view.block) == (copy.name, copy.shape, copy.block)
+        assert raw_equal(view.data, copy.data)
+        assert view.data.untyped_storage().data_ptr() != copy.data.untyped_storage().data_ptr()
+        for one, other in ((view.scale, copy.scale), (view.scale_2, copy.scale_2)):
+            assert (one is None) == (other is None)
+            assert one is None or other is None or raw_equal(one, other)
     return {"w1": stored.w1, "w3": stored.w3, "w2": stored.w2}
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from support.checkpoints import SizeArgs, write_checkpoint
-from support.packfiles import flip, row_start
+from support.packfiles import data_start, flip, row_start
 from support.verbatim import VerbatimEncoder, verbatim_row
 from ziggurat.stores.buffers import aligned_buffer
 from ziggurat.stores.checkpoint import Checkpoint
-from ziggurat.stores.errors import RebuildError, RowReadError
+from ziggurat.stores.counts import PackCounts
+from ziggurat.stores.errors import PackTruncatedError, RebuildError, RowReadError
 from ziggurat.stores.pack import Pack
 from ziggurat.stores.packformat import PackHeader
 from ziggurat.stores.readers.base import Arrived, ReadDone, ReadJob
@@ -88,16 +89,124 @@ def test_whatever_the_disk_does_the_checkpoint_helps(
 
 
 def test_a_damaged_checksum_does_not_damn_a_good_row(
-    pack_copy: Path, small: Checkpoint, small_model: Path, wanted: PackHeader
+    pack_copy: Path, small_pack_file: Path, small: Checkpoint, small_model: Path, wanted: PackHeader
 ) -> None:
     flip(pack_copy, pack_copy.stat().st_size - 8 * wanted.rows + 8 * 2, 5)
-    pack = Pack.open(pack_copy, rebuild=rows_of(small_model, wanted))
-    assert torch.equal(pack.read_row(0, 2), expected(small, 0, 2))
-    assert (pack.quarantine.rebuilt, pack.quarantine.mended) == (1, 0)
-    pack.close()
     pack = Pack.open(pack_copy)
     with pytest.raises(RowReadError, match="layer 0 expert 2"):
         pack.read_row(0, 2)
+    pack.close()
+    pack = Pack.open(pack_copy, verify="always", rebuild=rows_of(small_model, wanted))
+    assert torch.equal(pack.read_row(0, 2), expected(small, 0, 2))
+    assert (pack.quarantine.rebuilt, pack.quarantine.mended) == (1, 1)
+    assert torch.equal(pack.read_row(0, 2), expected(small, 0, 2))
+    assert (pack.quarantine.rebuilt, pack.quarantined) == (1, [])
+    pack.close()
+    assert pack_copy.read_bytes() == small_pack_file.read_bytes()
+
+
+def replaced(pack: Path) -> bytes:
+    """Another file takes the pack's name, as when somebody copies one there; its bytes."""
+    other = pack.with_name("other")
+    other.write_bytes(b"x" * pack.stat().st_size)
+    other.rename(pack)
+    return pack.read_bytes()
+
+
+def truncated(pack: Path) -> bytes:
+    """The file is cut within the first row; what may be there after the row was written back."""
+    kept = pack.read_bytes()
+    os.truncate(pack, data_start(pack) + 100)
+    return kept
+
+
+@pytest.mark.parametrize("reader_name", ["pread", "io_uring"])
+@pytest.mark.parametrize("what", ["unlinked", "replaced", "truncated"])
+def test_a_file_that_changes_under_an_open_pack(
+    pack_copy: Path, small: Checkpoint, small_model: Path, wanted: PackHeader, reader_name: str, what: str
+) -> None:
+    """What was opened goes on being read; nothing is ever written to a file that took its place."""
+    reader = open_reader(reader_name, pack_copy)
+    pack = Pack.open(pack_copy, reader=reader, verify="always", rebuild=rows_of(small_model, wanted))
+    flip(pack_copy, row_start(pack_copy, wanted, 0, 0))
+    there: bytes | None = None
+    if what == "unlinked":
+        pack_copy.unlink()
+    else:
+        there = replaced(pack_copy) if what == "replaced" else truncated(pack_copy)
+    for layer in range(wanted.layers):
+        for expert in range(wanted.experts):
+            assert torch.equal(pack.read_row(layer, expert), expected(small, layer, expert))
+    counts = pack.counts()
+    if what == "truncated":  # every row is written back, which makes the file as long as its rows again
+        assert (counts.io, counts.checksum, counts.rebuilt, counts.mended) == (6, 0, 6, 6)
+        assert there is not None
+        end = data_start(pack_copy) + wanted.rows_nbytes
+        assert pack_copy.stat().st_size == end < len(there)
+        assert pack_copy.read_bytes()[data_start(pack_copy) :] == _mended(small, wanted)
+        with pytest.raises(PackTruncatedError):
+            Pack.open(pack_copy)
+    else:
+        assert (counts.io, counts.checksum, counts.reread) == (0, 2, 1)
+        assert (counts.rebuilt, counts.mended) == (1, 0)
+        assert not pack_copy.exists() if there is None else pack_copy.read_bytes() == there
+    pack.close()
+
+
+def _mended(small: Checkpoint, wanted: PackHeader) -> bytes:
+    """The rows of the pack, padded."""
+    rows = (expected(small, *divmod(i, wanted.experts)).numpy().tobytes() for i in range(wanted.rows))
+    return b"".join(row.ljust(wanted.stride, b"\0") for row in rows)
+
+
+def test_counts_say_what_reads_met(pack_copy: Path, small_model: Path, wanted: PackHeader) -> None:
+    rules = [
+        {"kind": "error", "tags": [0], "times": 1},
+        {"kind": "short", "tags": [1], "times": 1},
+        {"kind": "flip", "tags": [2], "times": 1},
+        {"kind": "flip", "tags": [3], "times": 2},
+    ]
+    reader = FaultyReader(PreadReader(pack_copy), {"rules": rules})
+    pack = Pack.open(pack_copy, reader=reader, rebuild=rows_of(small_model, wanted))
+    assert pack.counts() == PackCounts()
+    for layer in range(wanted.layers):
+        for expert in range(wanted.experts):
+            pack.read_row(layer, expert)
+    found = pack.counts()
+    whole = 6  # rows 4 and 5 once, rows 2 and 3 twice
+    short = wanted.stride // 2 // 4096 * 4096
+    assert found == PackCounts(
+        read_bytes=whole * wanted.stride + short,
+        io=1,
+        short=1,
+        checksum=3,
+        reread=2,
+        quarantined=2,
+        rebuilt=3,
+        mended=3,
+    )
+    pack.read_row(0, 0)
+    assert pack.counts().since(found) == PackCounts(read_bytes=wanted.stride)
+    pack.close()
+
+
+@pytest.mark.parametrize("broken", ["gone", "cut"])
+def test_a_checkpoint_that_is_lost_after_it_was_opened(
+    pack_copy: Path, small: Checkpoint, small_model: Path, wanted: PackHeader, tmp_path: Path, broken: str
+) -> None:
+    """It is read, not mapped: a file that shrinks is an error of the row and not the end of the process."""
+    model = Path(shutil.copytree(small_model, tmp_path / "model"))
+    (weights,) = model.glob("*.safetensors")
+    pack = Pack.open(pack_copy, verify="always", rebuild=rows_of(model, wanted))
+    for expert in range(2):
+        flip(pack_copy, row_start(pack_copy, wanted, 1, expert))
+    assert torch.equal(pack.read_row(1, 0), expected(small, 1, 0))
+    if broken == "gone":
+        weights.unlink()
+    else:
+        os.truncate(weights, 4096)
+    with pytest.raises(RowReadError, match=r"layer 1 expert 1 .* cannot be made anew from"):
+        pack.read_row(1, 1)
     pack.close()
 
 

@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ziggurat.residency.ports import RowPack
+from ziggurat.stores.counts import PackCounts
 from ziggurat.stores.errors import RowReadError
 from ziggurat.stores.pack import RowRequest, RowResult
 
@@ -61,6 +62,9 @@ class WrappedPack:
                 "checksum" if kind == "checksum" else "io",
             )
             yield RowResult(result.layer, result.expert, 0, result.seconds, error)
+
+    def counts(self) -> PackCounts:
+        return self.pack.counts()
 
     def close(self) -> None:
         self.closed = True

@@ -223,7 +223,13 @@ def _table(whole: Figures) -> Figure:
             for source, latency in whole.fetch_seconds.items()
         ],
     )
-    names = {"reads": "rows not read", "checksums": "damaged rows", "tokens": "failed tokens"}
+    names = {
+        "reads": "rows not read",
+        "checksums": "damaged rows",
+        "tokens": "failed tokens",
+        "reread": "rows read twice",
+        "rebuilt": "rows made anew",
+    }
     errors = table(["since the start", ""], [[names[n], f"{count:.0f}"] for n, count in whole.errors.items()])
     body = f'<div class="tables">{tiers}{fetches}{errors}</div>'
     return Figure("Tiers at the end", "Hits and evictions are of the whole recording.", body, wide=True)
