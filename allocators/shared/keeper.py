@@ -70,6 +70,7 @@ class Keeper:
             if self._closed:
                 return
             self._closed = True
+            self._segments.end()
             connections = list(self._connections)
         with contextlib.suppress(OSError):
             self.path.unlink()
@@ -163,15 +164,22 @@ class _Connection:
         messages.send(self._connection, {"op": "refused", "reason": reason[:2000]})
 
     def _hold(self) -> None:
+        """Until the engine ends the connection. Whatever it says, the lease is not ended from here: it would go on to
+        use the memory."""
         self._connection.settimeout(None)
         while True:
-            message = self._receive()
+            try:
+                message = self._receive()
+            except ProtocolError as error:
+                logger.warning("process %d: %s", self.pid, error)
+                continue
             if message is None:
                 return
             number = message.get("number")
-            if message.get("op") != "frozen" or not isinstance(number, int):
-                raise ProtocolError(f"a holder says nothing like {str(message)[:80]}")
-            self._segments.frozen(self, number)
+            if message.get("op") == "frozen" and isinstance(number, int):
+                self._segments.frozen(self, number)
+            else:
+                logger.warning("process %d: a holder says nothing like %s", self.pid, str(message)[:80])
 
     def _receive(self) -> dict[str, Any] | None:
         """A message; nobody has descriptors to give us."""

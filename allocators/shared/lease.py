@@ -91,24 +91,34 @@ class Lease:
 
         def hear() -> None:
             try:
-                while (received := messages.receive(self._connection)) is not None:
-                    message, files = received
-                    messages.close_all(files)
-                    if message.get("op") == "freeze":
-                        freeze()
-                        messages.send(self._connection, {"op": "frozen", "number": message.get("number")})
-                    elif message.get("op") == "thaw":
-                        thaw()
-            except (OSError, ProtocolError) as error:
+                while self._hear(freeze, thaw):
+                    pass
+            except OSError as error:
                 logger.debug("lease: %s", error)
             if not self._closed:
-                # Ended from our side as well, so that nobody counts on what we do not hear any more.
-                with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)
                 lost()
 
         self._thread = threading.Thread(target=hear, name="ziggurat-lease", daemon=True)
         self._thread.start()
+
+    def _hear(self, freeze: Callable[[], None], thaw: Callable[[], None]) -> bool:
+        """One message; False when the process has closed the connection. Nonsense does not end it from our side: rows
+        that we go on to use would be given away."""
+        try:
+            received = messages.receive(self._connection)
+        except ProtocolError as error:
+            logger.warning("the arena process: %s", error)
+            return True
+        if received is None:
+            return False
+        message, files = received
+        messages.close_all(files)
+        if message.get("op") == "freeze":
+            freeze()
+            messages.send(self._connection, {"op": "frozen", "number": message.get("number")})
+        elif message.get("op") == "thaw":
+            thaw()
+        return True
 
     def close(self) -> None:
         """End the lease. Twice does nothing."""

@@ -88,6 +88,7 @@ class Segments:
         self._attaching = threading.Lock()  # one at a time: making an arena may take a while
         self._changed = threading.Condition()
         self._segments: dict[str, _Segment] = {}
+        self._ending = False
         self._numbers = itertools.count(1)
 
     def attach(self, want: Attach, holder: Holder, progress: Progress) -> tuple[Grant, tuple[int, int]]:
@@ -102,6 +103,8 @@ class Segments:
         try:
             segment = self._find(want) or self._make(want, progress)
             with self._changed:
+                if self._ending:
+                    raise ArenaRefusedError("the arena process is ending")
                 segment.used = next(self._numbers)
                 if segment.writer is None or self._read(segment, holder):
                     return self._grant_writer(segment, want, holder)
@@ -189,12 +192,12 @@ class Segments:
                 segment.frozen = 0
         wanted = segment.frozen  # 0: it is on its way out, or very busy
         done = self._changed.wait_for(
-            lambda: segment.writer is None or segment.answered >= wanted > 0, self._patience
+            lambda: segment.writer is None or segment.answered >= wanted > 0 or self._ending, self._patience
         )
         if segment.writer is None:
             segment.readers.discard(holder)
             return True
-        if not done:
+        if not done or self._ending:
             self._end_reading(segment, holder)
             raise ArenaRefusedError(
                 f"{segment.want.label}: its writer, process {segment.writer.pid}, does not answer"
@@ -229,7 +232,7 @@ class Segments:
     def leave(self, holder: Holder) -> None:
         """A holder is gone. What it was filling is lost until nobody is left who may have it mapped."""
         with self._changed:
-            for segment in self._segments.values():
+            for segment in self._segments.values() if not self._ending else ():
                 if segment.writer is holder:
                     segment.writer, segment.frozen, segment.answered = None, 0, 0
                     lost = segment.directory.abandon()
@@ -242,7 +245,7 @@ class Segments:
 
     def _end_reading(self, segment: _Segment, holder: Holder) -> None:
         segment.readers.discard(holder)
-        if not segment.readers and segment.writer is not None and segment.frozen:
+        if not segment.readers and segment.writer is not None and segment.frozen and not self._ending:
             segment.frozen = segment.answered = 0
             segment.writer.tell({"op": "thaw"})  # one that does not listen stays frozen, which is no harm
 
@@ -274,6 +277,12 @@ class Segments:
                 for one in self._segments.values()
             )
             return Status(os.getpid(), self.limit, self._allocatable(), arenas)
+
+    def end(self) -> None:
+        """From here on holders leave because we do, and go on: nobody may evict what others read."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Let go of all memory; engines that have it mapped keep it."""

@@ -18,12 +18,11 @@ from support.checkpoints import write_checkpoint
 from support.verbatim import VerbatimEncoder
 from ziggurat.allocators.arena import HostArena
 from ziggurat.allocators.pageable import PageableArena
+from ziggurat.allocators.shared import process
 from ziggurat.allocators.shared.arena import attach_arena
 from ziggurat.allocators.shared.errors import SharedArenaError
-from ziggurat.allocators.shared.keeper import Keeper
 from ziggurat.allocators.shared.lease import ask_status
 from ziggurat.allocators.shared.messages import ArenaStatus, Attach
-from ziggurat.allocators.shared.segments import Segments
 from ziggurat.residency.host_cache import HostCache
 from ziggurat.residency.ledger import arena_key, open_ledger
 from ziggurat.residency.policies.registry import make_policy
@@ -58,8 +57,8 @@ class Life:
                 os._exit(code)
         return self
 
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
         os.waitpid(self.pid, 0)
         self.pid = 0
 
@@ -115,7 +114,7 @@ class _Rig:
     def round(self, dice: random.Random, done: Counter[str]) -> None:
         """Let everything run for a random while, kill something, and see that the rest is as it should be."""
         if self.keeper is None:
-            self.keeper = Life(lambda words: Keeper(self.socket, Segments(1 << 30)).serve()).start()
+            self.keeper = Life(lambda words: self._keep()).start()
             self.keeper.until(lambda: self._status() is not None, "the arena process starts")
             self.left = 0
         if not self.engines:
@@ -131,12 +130,12 @@ class _Rig:
         elif len(self.engines) == 1 and dice.random() < 0.4:
             self._start(dice)  # the writer, if the other one is a reader that is left over
         time.sleep(dice.random() ** 2 * 0.06)
-        victim = dice.choice(["engine", "engine", "keeper"])
+        victim = dice.choice(["engine", "engine", "engine", "keeper", "keeper ended"])
         done[victim if len(self.engines) == 1 else f"{victim} of two engines"] += 1
         if victim == "engine":
             self._kill_engine(self.engines.pop(dice.randrange(len(self.engines))))
         else:
-            self.keeper.kill()
+            self.keeper.kill(signal.SIGTERM if victim == "keeper ended" else signal.SIGKILL)
             self.keeper = None
             self._go_on_without(dice, done)
 
@@ -169,6 +168,12 @@ class _Rig:
             engine = self.engines.pop()
             engine.kill()
             self._account(engine)
+
+    def _keep(self) -> None:
+        """In a child: the arena process, without what it says."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)
+        process.main([str(self.socket), "--limit", str(1 << 30)])
 
     def _start(self, dice: random.Random) -> None:
         seed, reader = dice.getrandbits(32), dice.choice(["pread", "io_uring"])

@@ -207,14 +207,15 @@ def test_ranks_have_arenas_of_their_own(path: Path, segments: Segments) -> None:
 # -- endings -------------------------------------------------------------------------------------------------------
 
 
-def test_engines_go_on_when_the_process_is_gone(path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_engines_go_on_when_the_process_is_gone(path: Path, number: signal.Signals) -> None:
     process = start_keeper(path)
     writer, reader = attach(path), attach(path)
     told = {name: threading.Event() for name in ("writer", "reader")}
     writer.share.when_lost(told["writer"].set)
     reader.share.when_lost(told["reader"].set)
     put(writer, 1, 10)
-    process.kill()
+    process.send_signal(number)
     process.wait()
     assert all(event.wait(10) for event in told.values())
     assert writer.share.role == reader.share.role == "orphan"

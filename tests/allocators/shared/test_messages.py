@@ -16,8 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.keepers import KEY, attach, gone, keeper, settled, start_keeper
+from support.keepers import KEY, attach, frozen, gone, keeper, settled, start_keeper
 from ziggurat.allocators.shared import memory, messages
+from ziggurat.allocators.shared.arena import SharedArena
 from ziggurat.allocators.shared.errors import (
     ArenaUnreachableError,
     ProtocolError,
@@ -182,11 +183,35 @@ def test_descriptors_that_strangers_send_are_closed(path: Path, segments: Segmen
     settled(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
-def test_a_holder_that_says_nonsense_loses_its_lease(path: Path, segments: Segments) -> None:
+def test_a_holder_that_says_nonsense_keeps_its_lease(path: Path, segments: Segments) -> None:
+    """It has the memory mapped, whatever it says."""
     lease = Lease.attach(path, Attach(KEY, "test", 5, 8192))
-    messages.send(lease._connection, {"op": "frozen", "number": "many"})
-    assert gone(segments).arenas[0].writer is None
+    for nonsense in (b"{", b"[]", b'{"op": "frozen", "number": "many"}', b'{"op": "die"}', b"x" * 70_000):
+        lease._connection.send(nonsense)
+    reader: list[SharedArena] = []
+    thread = threading.Thread(target=lambda: reader.append(attach(path)))
+    lease.listen(lambda: None, lambda: None, lambda: None)
+    thread.start()
+    thread.join()
+    assert segments.status().arenas[0].writer == os.getpid()
+    assert reader[0].share.role == "reader"
+    reader[0].close()
     lease.close()
+    assert gone(segments).arenas[0].writer is None
+
+
+def test_an_engine_hears_nonsense_and_goes_on(path: Path, segments: Segments) -> None:
+    writer = attach(path)
+    with segments._changed:
+        (segment,) = segments._segments.values()
+        connection: Any = segment.writer
+    for nonsense in (b"{", b'{"op": "freez"}', b"[]"):
+        connection._connection.send(nonsense)
+    reader = attach(path)
+    assert frozen(writer)
+    assert writer.share.role == "writer"
+    reader.close()
+    writer.close()
 
 
 # -- what an engine makes of a process that lies -------------------------------------------------------------------
