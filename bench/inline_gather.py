@@ -112,7 +112,7 @@ def layers_of(
         chosen.view(layers, tokens, k).to(device, torch.int32),
         torch.full((1,), tokens, dtype=torch.int32, device=device),
         torch.zeros(layers, experts, 2, dtype=torch.int32, device=device),
-        torch.zeros(2, dtype=torch.int32, device=device),
+        torch.zeros(3, dtype=torch.int32, device=device),
     )
 
 

@@ -62,7 +62,14 @@ def _decode(result: Mapping[str, Any], markdown: Markdown) -> str:
         "missed bytes over the link (for `admitting`: to the resident step, medians); of the limit: to the larger of "
         "the two."
     )
+    if hosts := [_host(case) for case in result["cases"] if "resident_host_us" in case and "forced" in case]:
+        notes += f" Before the launch the host takes, of all resident and admitting: {'; '.join(hosts)}."
     return f"{markdown(header, rows)}\n{notes}\n"
+
+
+def _host(case: Mapping[str, Any]) -> str:
+    before, forced = case["resident_host_us"]["before"], case["forced"]["host_us"]["before"]
+    return f"{case['label']} {before:.0f} and {forced:.0f} us"
 
 
 def ahead(result: Mapping[str, Any], markdown: Markdown) -> str:
@@ -139,6 +146,19 @@ def _run(label: str, one: Mapping[str, Any], mode: str) -> list[str]:
 
 def _bits(run: Mapping[str, Any]) -> str:
     return "same" if run["same_bits"] else "DIFFERENT"
+
+
+def host_cost(result: Mapping[str, Any], markdown: Markdown, source: str) -> str:
+    """A service a row, microseconds of the host. source: what is said of the measurement."""
+    rows = [
+        [
+            f"{run['model']}, {run['setup']}, {run['tokens']} token{'s' if run['tokens'] > 1 else ''}",
+            *(f"{run[part]:.1f} us" for part in ("before", "after", "beside")),
+        ]
+        for run in result["runs"]
+    ]
+    header = ["a step of", "until the forward begins", "after its end", "other threads"]
+    return f"{markdown(header, rows)}\n{source}\n"
 
 
 def _prompt(prompt: Mapping[str, Any], markdown: Markdown) -> str:

@@ -213,6 +213,7 @@ RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "admission_policy": lambda result: study_tables.admission_policy(result, markdown),
     "lookahead": lambda result: study_tables.lookahead(result, markdown),
     "policies": policies,
+    "host_cost": lambda result: inline_tables.host_cost(result, markdown, _origin(result)),
 }
 
 GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]] = {
@@ -226,6 +227,7 @@ GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]
     "serve": gpu_tables.serve,
     "gate": gpu_tables.gate,
     "profile": gpu_tables.profile,
+    "host_cost": lambda result, table: inline_tables.host_cost(result, table, gpu_tables.origin(result)),
 }
 """By the last part of a name such as `h200/kernels`."""
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ziggurat.residency.device_layer import LateCounts
 from ziggurat.residency.fetch import SOURCES, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.heat import HeatMap
 from ziggurat.residency.host_cache import FillReport, HostCache
 from ziggurat.residency.inline.choice import SERVINGS, Serving
 from ziggurat.residency.inline.layers import InlineCounts
+from ziggurat.residency.late_passes import LateCounts
 from ziggurat.residency.layer_figures import set_heat
 from ziggurat.residency.ledger import Ledger
 from ziggurat.residency.metric_specs import SHARES
@@ -83,9 +83,7 @@ class Account:
         """Book steps of one pass that nobody waited for."""
         behind = self._metrics.behind
         add = behind.add
-        steps, pairs = len(late.pairs), int(late.pairs.sum())
-        missed = 0 if late.missed is None else int(late.missed.sum())
-        fetched = 0 if late.missed is None else int(np.count_nonzero(late.missed))
+        steps, pairs, missed, fetched = late.steps, int(late.pairs.sum()), late.missed, late.fetching
         with behind.writing():
             add("ziggurat_routed_pairs_total", pairs)
             add("ziggurat_hit_pairs_total", pairs - missed)

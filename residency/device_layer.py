@@ -13,9 +13,7 @@ queued, since the host has waited for the pass's tally, which comes after the pa
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,25 +23,14 @@ from ziggurat.residency.device_state import DeviceState
 from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.fetch import Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
-from ziggurat.residency.passes import BoolArray, IntArray, PassMode, PassState, Route
+from ziggurat.residency.late_passes import LateCounts, LatePasses
+from ziggurat.residency.passes import BoolArray, IntArray, PassMode, PassState, Route, StepTokens
 from ziggurat.residency.ports import LayerKernels
 from ziggurat.residency.rounds import Indices, rounds
 from ziggurat.residency.routing import check_counted, check_shapes, count_pairs
 from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.slots import ABSENT, SlotPool
 from ziggurat.residency.streaming.layers import StreamedLayers, TokenPart
-from ziggurat.residency.transfers import Download
-
-
-@dataclass(frozen=True, slots=True)
-class LateCounts:
-    """What steps that nobody waited for have counted: pairs int [steps, L, E], oldest first.
-
-    missed: int [steps], pairs whose expert the device had to fetch; None: nothing can have missed.
-    """
-
-    pairs: npt.NDArray[np.integer]
-    missed: IntArray | None = None
 
 
 class DeviceLayers:
@@ -72,10 +59,8 @@ class DeviceLayers:
         self._streamed = streamed
         self._direct = direct
         self._passing: PassState | None = None  # of a pass that is streamed as a whole
-        self._deferred: deque[Download] = deque()
         self._sure = False  # whether the passes since the last `begin` could not miss
-        # Enough for a host that is a step ahead of the device; page-locked memory is slow to get.
-        self._spare = [state.download() for _ in range(3)]
+        self.late = LatePasses(state.download, state.take)
 
     # -- layers ------------------------------------------------------------------------------------------------
 
@@ -246,6 +231,7 @@ class DeviceLayers:
     def end(self) -> None:
         """After a forward pass that followed `begin`, or one that raised. RoutingError for bad ids."""
         state, self._passing = self._passing, None
+        self.late.abandon()
         try:
             if state is not None and self._streamed is not None:
                 self._streamed.end()
@@ -269,42 +255,34 @@ class DeviceLayers:
         state.routes.append(_route(pairs))
         state.count(int(pairs.sum()), counted.missing)
 
-    def begin_sure(self, state: PassState) -> None:
+    def begin_sure(self, tokens: StepTokens) -> None:
         """Instead of `begin`, before a pass that cannot miss. Of several such passes only the first one has to start
-        from zero: the others count nothing in the tally, either, and nobody asks whose tokens belong to a prompt."""
+        from zero, and nobody asks whose tokens belong to a prompt."""
         if self._sure:
-            self._device.check(state.step.tokens.count)
-            self._device.set_live(state.step.tokens.count)
+            self._device.arm_again(tokens.count, None)
         else:
-            self._device.arm(state.step.tokens.count, None)
+            self._device.arm(tokens.count, None)
             self._sure = True
-        self._device.show(
-            self._slots.table
-        )  # a pool that was emptied and filled anew holds its rows elsewhere
+        # A pool that was emptied and filled anew holds its rows elsewhere.
+        self._device.show(self._slots.table)
+        self.late.begun()
 
     def defer(self) -> None:
-        """Instead of `learn`, after a pass that cannot have missed: have its counts brought, and do not wait."""
-        counts = self._spare.pop() if self._spare else self._device.download()
-        counts.take()
-        self._deferred.append(counts)
+        """Instead of `learn`, after a pass that cannot have missed: its counts come later, with those of others."""
+        self.late.launched()
 
     def collect(self, *, wait: bool) -> LateCounts | None:
         """What has arrived of deferred passes, with `wait` all of it."""
-        pairs = []
-        while self._deferred and (wait or self._deferred[0].arrived()):
-            counts = self._deferred.popleft()
-            counted = self._device.parse(counts.read())
-            self._spare.append(counts)
-            check_counted(self._geometry, counted.invalid)
-            if counted.missing:
-                raise StepError(f"{counted.missing} pairs missed in a pool that holds every row")
-            pairs.append(counted.pairs)
-        return LateCounts(np.stack(pairs)) if pairs else None
-
-    @property
-    def deferred(self) -> int:
-        """Passes whose counts have not been collected."""
-        return len(self._deferred)
+        self.late.ask()
+        copies = self.late.arrived(wait=wait)
+        if not copies:
+            return None
+        counted = self._device.parse(copies[-1].counts.read())
+        self.late.give_back(copies)
+        check_counted(self._geometry, counted.invalid)
+        if counted.missing:
+            raise StepError(f"{counted.missing} pairs missed in a pool that holds every row")
+        return LateCounts(sum(one.passes for one in copies), counted.pairs)
 
     def _account(
         self,

@@ -6,6 +6,8 @@ needs to know is put into them in stream order before it, and whatever it learns
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,24 +20,30 @@ from ziggurat.residency.slots import ABSENT, SlotTable
 from ziggurat.residency.transfers import Download, EventFactory, Uploads
 
 _ALIGN = 32  # words: of what follows the counts
-_HEAD = 4  # words before the counts: live, a spare one, and the tally's two, which start on 8 bytes
+_HEAD = 8  # words before the counts: live, a spare one, the tally's three, spare ones
+_TALLY = slice(2, 5)
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a pass counted. missing, invalid: live pairs without a slot, and with an id that is no expert.
+    """What passes counted. missing, invalid: live pairs without a slot, and with an id that is no expert. absent: of
+    layers that admit, live pairs whose expert had no slot when its layer began.
 
     pairs, steady: int64 [L, E], live pairs routed to each expert: of all tokens, of those that are not prefill.
     """
 
     missing: int
     invalid: int
+    absent: int
     pairs: IntArray
     steady: IntArray
 
 
 class DeviceState:
-    """slot table int32 [L, E], live int32 [1], prefill uint8 [max_tokens], counts int32 [L, E, 2], tally int32 [2].
+    """slot table int32 [L, E], live int32 [1], prefill uint8 [max_tokens], counts int32 [L, E, 2], tally int32 [3].
+
+    Layers add to counts and tally, modulo 2^32; whatever is downloaded is looked at in order, as the difference to what
+    came before. The thread that runs passes arms them on one stream.
 
     Between passes `live` is 0, so that whatever the model runs outside a step (profiling, dummy batches) computes
     nothing and counts nothing; after a pass that cannot miss it may stay, since nothing can go wrong, until something
@@ -62,7 +70,7 @@ class DeviceState:
         self._words = torch.zeros(self._more + more, dtype=torch.int32, device=device)
         self._shape = (layers, experts, 2)
         self.live = self._words[0:1]
-        self.tally = self._words[2:4]
+        self.tally = self._words[_TALLY]
         self.more = self._words[self._more :]
         counts = self._words[_HEAD : self._counted].view(self._shape)
         table = torch.full((layers, experts), ABSENT, dtype=torch.int32, device=device)
@@ -80,6 +88,8 @@ class DeviceState:
         self._parted: tuple[int, int, int] | None = None  # what `_live_of_part` holds
         self.events = events
         self._answer = self.download()
+        self._parsed: npt.NDArray[np.int32] = np.zeros(self._counted, dtype=np.int32)  # what came last
+        self._stream: torch.cuda.Stream | None = None  # of passes
         self._flagged = 0  # leading rows of `prefill` that may hold a 1
         self._alive = 0  # what `live` holds once everything that is queued has run
         self._version = -1  # of the slot table that `table` shows
@@ -92,18 +102,20 @@ class DeviceState:
             )
 
     def arm(self, live: int, prefill: BoolArray | None) -> None:
-        """Before a pass: `live` tokens, prefill bool [live], nothing counted yet."""
+        """Before a pass: `live` tokens, prefill bool [live], nothing counted yet. What earlier passes counted has been
+        parsed, or is of no interest."""
         self.check(live)
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.device)
         self._words[: self._counted].zero_()
+        self._parsed[:] = 0
         self._alive = 0
         self.set_live(live)
         self.set_prefill(live, prefill)
 
-    def rearm(self, live: int, prefill: BoolArray | None) -> None:
-        """Like `arm`, without touching the counts: for passes in which every layer sets its counts anew."""
+    def arm_again(self, live: int, prefill: BoolArray | None) -> None:
+        """Before a pass whose counts come together with those of the one before."""
         self.check(live)
-        self._words[:_HEAD].zero_()
-        self._alive = 0
         self.set_live(live)
         self.set_prefill(live, prefill)
 
@@ -118,7 +130,7 @@ class DeviceState:
             self._flagged = live if flags else 0
 
     def set_live(self, live: int) -> None:
-        """The number of live tokens, and nothing else: tally goes on, and every layer sets its counts anew."""
+        """The number of live tokens, and nothing else."""
         if live != self._alive:
             self.live.fill_(live)
             self._alive = live
@@ -159,6 +171,19 @@ class DeviceState:
         """A buffer for what a pass counted."""
         return Download(self._words, events=self.events)
 
+    def take(self, counts: Download) -> None:
+        """Queue a copy into such a buffer behind the passes, in any thread."""
+        with self._behind_passes():
+            counts.take()
+
+    @contextmanager
+    def _behind_passes(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._stream):
+                yield
+
     def counted(self) -> Counted:
         """What the pass that is queued now will have counted: waits for its end."""
         return self.parse(self.answer())
@@ -173,6 +198,9 @@ class DeviceState:
         return words[self._more :]
 
     def parse(self, words: npt.NDArray[np.int32]) -> Counted:
-        """The contents of a download."""
-        counts = words[_HEAD : self._counted].reshape(self._shape).astype(np.int64)
-        return Counted(int(words[2]), int(words[3]), counts[..., 0], counts[..., 1])
+        """What was counted since the download that was parsed last."""
+        more = words[: self._counted] - self._parsed  # modulo 2^32, as the kernels add
+        self._parsed[:] = words[: self._counted]
+        missing, invalid, absent = more[_TALLY].tolist()
+        counts = more[_HEAD:].reshape(self._shape).astype(np.int64)
+        return Counted(missing, invalid, absent, counts[..., 0], counts[..., 1])

@@ -77,11 +77,11 @@ class HeatMap:
         """One step has passed."""
         self.counts *= self._decay
 
-    def add_steps(self, pairs: npt.NDArray[np.integer]) -> None:
-        """Routed pairs of several steps, oldest first, [steps, layers, experts]; that many steps have passed then."""
-        steps = len(pairs)
+    def add_steps(self, pairs: npt.NDArray[np.integer], steps: int) -> None:
+        """Routed pairs of several steps together, [layers, experts], as if each had had its part of them; that many
+        steps have passed then. Which one had them matters by a factor of at most 2 ** (steps / half life)."""
         self.counts *= self._decay**steps
-        self.counts += np.tensordot(self._decay ** np.arange(steps, 0, -1.0), pairs, axes=1)
+        self.counts += pairs * float((self._decay ** np.arange(1.0, steps + 1.0)).mean())
 
     def copy(self) -> HeatMap:
         """The same counts, for a thread that must not see them change."""

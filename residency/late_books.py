@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-QUIET_SECONDS = 0.05
+QUIET_SECONDS = 0.2
 
 
 class LateBooks:
     """A thread that calls `book` a moment after `nudge`, and again for as long as that says that something is left.
 
-    What `book` raises ends the thread and is kept for `take_error`.
+    What `book` raises ends the thread and is kept for `raise_error`.
     """
 
     def __init__(self, book: Callable[[], bool]) -> None:
@@ -30,15 +30,10 @@ class LateBooks:
             self._wake.set()
 
     def raise_error(self) -> None:
-        """Raise the error, if there is one that nobody has taken."""
-        error = self.take_error()
-        if error is not None:
+        """Raise what the thread ran into, once."""
+        if self._error is not None:
+            error, self._error = self._error, None
             raise error
-
-    def take_error(self) -> Exception | None:
-        """What the thread ran into, once."""
-        error, self._error = self._error, None
-        return error
 
     def close(self) -> None:
         """End the thread. May be called twice."""

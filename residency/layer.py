@@ -14,7 +14,8 @@ from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.fetch import Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.groups import ExpertGroups, group_pairs
-from ziggurat.residency.passes import PassMode, PassState, Route
+from ziggurat.residency.late_passes import LatePasses
+from ziggurat.residency.passes import PassMode, PassState, Route, StepTokens
 from ziggurat.residency.ports import ExpertOps, RowCodec
 from ziggurat.residency.rounds import rounds
 from ziggurat.residency.routing import check_shapes
@@ -32,6 +33,7 @@ class LayerRunner:
         self, geometry: ServiceGeometry, codec: RowCodec, ops: ExpertOps, slots: SlotPool, fetcher: Fetcher
     ) -> None:
         self.defers = False
+        self.late: LatePasses | None = None
         self._geometry = geometry
         self._expert = ExpertGeometry(geometry.hidden, geometry.intermediate)
         self._codec = codec
@@ -48,15 +50,11 @@ class LayerRunner:
     def learn(self, state: PassState) -> None:
         return
 
-    def begin_sure(self, state: PassState) -> None:
+    def begin_sure(self, tokens: StepTokens) -> None:
         raise StepError("the layers of a pool in host memory have nothing to defer")
 
     def defer(self) -> None:
         raise StepError("the layers of a pool in host memory have nothing to defer")
-
-    @property
-    def deferred(self) -> int:
-        return 0
 
     def collect(self, *, wait: bool) -> None:
         return

@@ -9,6 +9,8 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ziggurat.residency.runtime_errors import StepError
+
 T = TypeVar("T")
 
 BoolArray = npt.NDArray[np.bool_]
@@ -42,6 +44,13 @@ class StepTokens:
     count: int
     prefill: BoolArray | None = None
     eager: bool = False
+
+    def check(self) -> None:
+        """StepError for numbers that no batch has."""
+        if self.count < 0:
+            raise StepError(f"a step has at least 0 live tokens, not {self.count}")
+        if self.prefill is not None and self.prefill.shape != (self.count,):
+            raise StepError(f"prefill must have one flag for each of the {self.count} live tokens")
 
 
 @dataclass(frozen=True, slots=True)

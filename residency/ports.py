@@ -162,9 +162,10 @@ class LayerKernels(Protocol):
         guess: rows that the next layer is likely to want are fetched beside this one, by the rules of
         `ziggurat.kernels.lookahead`; then layer + 1 has to follow, with the same lookahead. Changes no result.
 
-        prefill: uint8 [at least T], 1 = the token belongs to a prompt. counts: int32 [E, 2], set to the live pairs
-        routed to each expert: of all tokens, of those that are not prefill. tally: int32 [2], increased by the live
-        pairs whose expert has no slot, and by those whose id is outside 0..E-1.
+        prefill: uint8 [at least T], 1 = the token belongs to a prompt. counts: int32 [E, 2], increased by the live
+        pairs routed to each expert: of all tokens, of those that are not prefill. tally: int32 [2], increased by the
+        live pairs whose expert has no slot, and by those whose id is outside 0..E-1; with an admission int32 [3], the
+        last one increased by the live pairs whose expert had no slot when the layer began. All count modulo 2^32.
         """
         ...
 

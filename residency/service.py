@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -55,7 +54,7 @@ from ziggurat.residency.policies.registry import make_policy
 from ziggurat.residency.ports import ExpertOps, LayerKernels, RowArena, RowCodec, RowPack, RowPool
 from ziggurat.residency.preheat import Preheater
 from ziggurat.residency.runtime_errors import StepError
-from ziggurat.residency.slots import SlotPool, SlotTable
+from ziggurat.residency.slots import SlotPool, SlotTable, slot_order
 from ziggurat.residency.step import MissSettings, StepRunner
 from ziggurat.residency.step_clock import StepClock
 from ziggurat.residency.streaming.layers import StreamedLayers
@@ -75,7 +74,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _SERVED = {"host": "by the host", "inline": "inline, by the device", "replay": "by replay"}
-_MOST_LATE = 512  # steps whose counts may wait for a thread that gets no time
+_MOST_LATE = 32  # copies of counts that may wait for a thread that gets no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,7 @@ class ExpertService:
         table = SlotTable(geometry.layers, geometry.experts, pool.slots, codec.name)
         eviction = config.policy.eviction
         known = PolicySettings(layers=geometry.layers, experts=geometry.experts)
-        self.slots = SlotPool(pool, table, make_policy(eviction, known), _order(pool.slots, slot_seed))
+        self.slots = SlotPool(pool, table, make_policy(eviction, known), slot_order(pool.slots, slot_seed))
         self.choice = choose(
             config.miss.mode,
             mapped,
@@ -268,12 +267,17 @@ class ExpertService:
         """
         if self._closed or self._in_step:
             raise StepError("the service is closed" if self._closed else "a step is already running")
-        if tokens.count < 0:
-            raise StepError(f"a step has at least 0 live tokens, not {tokens.count}")
-        if tokens.prefill is not None and tokens.prefill.shape != (tokens.count,):
-            raise StepError(f"prefill must have one flag for each of the {tokens.count} live tokens")
+        tokens.check()
         self._late_books.raise_error()
         self._close_late_epoch()
+        if self._runner.sure(tokens):
+            self._in_step = True
+            try:
+                result = self._runner.run_sure(forward, tokens)
+            finally:
+                self._in_step = False
+            self._book_later()
+            return result
         self._in_step = True
         step = StepState(tokens, self.cache.open_epoch())
         clock = StepClock(lambda: self._fetcher.seconds)
@@ -340,7 +344,7 @@ class ExpertService:
             raise StepError("a pool cannot change its size within a step")
         self._close_late_epoch()
         self.collect()
-        self.slots.restart(slots, _order(self.slots.pool.slots, slot_seed))
+        self.slots.restart(slots, slot_order(self.slots.pool.slots, slot_seed))
         if self._inline is not None:
             self._inline.hand_over()
         self._runner.forget()
@@ -384,9 +388,9 @@ class ExpertService:
         with self._books:
             late = self._layers.collect(wait=wait)
             if late is not None:
-                self._heat_late += len(late.pairs)
-                self._policies_late += len(late.pairs)
-                self.heat.add_steps(late.pairs)
+                self._heat_late += late.steps
+                self._policies_late += late.steps
+                self.heat.add_steps(late.pairs, late.steps)
                 self._account.late_steps(late)
 
     def _save_heat(self) -> HeatNote:
@@ -439,9 +443,7 @@ class ExpertService:
 
     def _finish(self, step: StepState, result: StepResult[T]) -> None:
         if step.deferred:
-            self._late_books.nudge()
-            if self._layers.deferred > _MOST_LATE:
-                self.collect(wait=False)
+            self._book_later()
             return
         self._steps += 1
         with self._books:
@@ -455,12 +457,18 @@ class ExpertService:
         if self._steps % self._config.heat.save_every_steps == 0:
             self._save_heat()
 
+    def _book_later(self) -> None:
+        """After a step that nobody waited for."""
+        self._late_books.nudge()
+        if self._layers.late is not None and self._layers.late.copies > _MOST_LATE:
+            self.collect(wait=False)
+
     def _book_late(self) -> bool:
         """In the thread: book what has arrived; whether something is left."""
         self.collect(wait=False)
         if self._heat_late >= self._config.heat.save_every_steps:
             self._save_heat()
-        return self._layers.deferred > 0
+        return self._layers.late is not None and self._layers.late.waiting
 
     def _close_epoch(self, epoch: int) -> None:
         """End a step's hold on the arena; with copies under way that is put off, so that nobody waits for them."""
@@ -486,11 +494,3 @@ class ExpertService:
                 self._inline.layers.recover()  # which waits for what may still read the arena
         except (RuntimeError, AllocatorError, ResidencyError) as error:
             logger.warning("the device did not finish its work: %s", error)
-
-
-def _order(slots: int, seed: int | None) -> list[int]:
-    """In which order slots are handed out."""
-    order = list(range(slots))
-    if seed is not None:
-        random.Random(seed).shuffle(order)
-    return order

@@ -5,6 +5,7 @@ Everything is an instance with a codec. A second pool of another precision is a 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -21,6 +22,14 @@ ABSENT = -1
 _FREE = -1
 _TAKEN = -2  # out of the free list, bytes on the way, not published
 IntArray32 = npt.NDArray[np.int32]
+
+
+def slot_order(slots: int, seed: int | None) -> list[int]:
+    """In which order slots are handed out: ascending, or shuffled by a seed."""
+    order = list(range(slots))
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    return order
 
 
 class SlotTable:
@@ -127,11 +136,15 @@ class SlotPool:
 
     def follow(self, keys: IntArray32, slots: IntArray32, evicted: IntArray32) -> None:
         """What the device did, in order: keys [N] came into slots [N], where evicted [N] had been (-1: nothing)."""
-        for key, slot, gone in zip(keys.tolist(), slots.tolist(), evicted.tolist(), strict=True):
-            if gone != ABSENT:
-                self.table.unbind(slot)
-                self.evictions += 1
-            self.table.bind(slot, key)
+        # In turn: what leaves, what comes. Of the same key only the last one stands.
+        changed = np.stack([evicted, keys], axis=1).reshape(-1)
+        places = np.stack([np.full_like(slots, ABSENT), slots], axis=1).reshape(-1)
+        done = changed != ABSENT
+        self.table.numpy.reshape(-1)[changed[done]] = places[done]
+        for slot, key in zip(slots.tolist(), keys.tolist(), strict=True):
+            self.table.owners[slot] = key
+        self.table.version += 1
+        self.evictions += int(np.count_nonzero(evicted != ABSENT))
 
     def mirror(self, table: IntArray32, owners: IntArray32) -> None:
         """The device's table [L, E] and owners [S] as they are, where what it did is not known."""

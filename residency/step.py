@@ -24,6 +24,7 @@ from ziggurat.residency.passes import (
     RowFailure,
     StepResult,
     StepState,
+    StepTokens,
 )
 from ziggurat.residency.slots import SlotPool
 
@@ -64,12 +65,12 @@ class Layers(Protocol):
         """After a replay pass: complete its state."""
         ...
 
-    def begin_sure(self, state: PassState) -> None:
+    def begin_sure(self, tokens: StepTokens) -> None:
         """Instead of `begin`, before a pass that cannot miss."""
         ...
 
     def defer(self) -> None:
-        """After such a pass, instead of `end` and `learn`: its counts come later."""
+        """After such a pass, instead of `end` and `learn`: its counts come later, with those of others."""
         ...
 
 
@@ -97,6 +98,7 @@ class StepRunner:
         self._arm = arm
         self._may_complete: bool | None = None  # whether all ranks' pools have a slot for every row
         self._complete = False  # whether all ranks' pools hold every row
+        self._sure_state: PassState | None = None  # of the step before, if that could not miss
 
     @property
     def mode(self) -> PassMode:
@@ -118,7 +120,7 @@ class StepRunner:
             if self._settings.mode is PassMode.INLINE:
                 return self._run_inline(forward, step, 0, "clean")
             if self._nothing_can_miss():
-                return self._run_complete(forward, step)
+                return self._deferred(forward, step)
             if step.tokens.eager:
                 return self._run_inline(forward, step, 0, "clean")
             return self._run_replay(forward, step)
@@ -144,19 +146,31 @@ class StepRunner:
         finally:
             self._layers.end()
 
-    def _run_complete(self, forward: Callable[[PassPath], T], step: StepState) -> StepResult[T]:
-        """A pass that cannot miss on any rank: nobody waits for what it counts."""
-        state = PassState(PassMode.REPLAY, first=True, step=step)
+    def sure(self, tokens: StepTokens) -> bool:
+        """Whether earlier steps have settled that nothing can miss in this one, on any rank."""
+        return self._complete
+
+    def run_sure(self, forward: Callable[[PassPath], T], tokens: StepTokens) -> StepResult[T]:
+        """A step of which `sure` says so, or has just been found out: nobody waits for what it counts."""
+        state = self._sure_state
+        if state is None or state.step.tokens.count != tokens.count:
+            # Such a pass leaves nothing in its state, so that the next one may have it.
+            state = self._sure_state = PassState(PassMode.REPLAY, True, StepState(tokens, 0, deferred=True))
         self._arm(state)
         try:
-            self._layers.begin_sure(state)
+            self._layers.begin_sure(tokens)
             value = forward(PassPath.GRAPH)
         except BaseException:
             self._layers.end()
             raise
-        step.deferred = True
+        finally:
+            self._arm(None)
         self._layers.defer()
         return StepResult(value, self._sure_outcome, 1, 0)
+
+    def _deferred(self, forward: Callable[[PassPath], T], step: StepState) -> StepResult[T]:
+        step.deferred = True
+        return self.run_sure(forward, step.tokens)
 
     def _run_inline(
         self, forward: Callable[[PassPath], T], step: StepState, passes: int, outcome: Outcome

@@ -18,6 +18,7 @@ from ziggurat.residency.service import ExpertService
 _MIB = 1 << 20
 INLINE, REPLAY, AHEAD = "inline", "replay", "ahead"
 MODES = (INLINE, AHEAD, REPLAY)
+FORCED = "forced"  # inline, with a pool that holds every row
 Done = Callable[[], None]
 Visit = Callable[[ExpertService, str, float], None]
 
@@ -56,7 +57,7 @@ def measure(
     modes: AHEAD is INLINE with `lookahead` guesses a token, those of the cases' stacks.
 
     done: called after each pool, to save what there is. visit: called with each service after its cases, the mode and
-    the coverage; the all-resident one's mode is "auto".
+    the coverage; the all-resident one's mode is "auto", or FORCED where its layers admit nevertheless.
     """
     rows = memory.shape.rows
     with memory.service(rows, "auto") as service:
@@ -67,6 +68,7 @@ def measure(
     with memory.service(rows, INLINE) as service:
         for case in cases:
             case.forced = run(service, case)
+        visit(service, FORCED, 1.0)
     done()
     for coverage in coverages:
         slots = slots_of(memory, coverage)
@@ -117,10 +119,12 @@ def report(case: Case, stride: int, rows: int, link: float | None) -> dict[str, 
     if resident is None:
         return result
     result["resident_ms"] = _ms(resident)
+    result["resident_host_us"] = _host(resident)
     if case.forced is not None:
         forced = _ms(case.forced)
         result["forced"] = {
             "step_ms": forced,
+            "host_us": _host(case.forced),
             "missed_rows_per_step": round(case.forced.rows / len(case.forced.ms), 3),
             "overhead": round(forced["median"] / result["resident_ms"]["median"] - 1, 4),
             "same_bits": case.forced.same_bits(resident),
@@ -139,6 +143,11 @@ def report(case: Case, stride: int, rows: int, link: float | None) -> dict[str, 
 
 def _ms(run: Run) -> dict[str, float]:
     return {name: round(of(run.ms), 4) for name, of in (("median", median), ("mean", mean))}
+
+
+def _host(run: Run) -> dict[str, float]:
+    """Medians, see `Run`."""
+    return {"before": round(median(run.before_us), 1), "whole": round(median(run.host_us), 1)}
 
 
 def _mode(run: Run, resident: Run, stride: int, link: float | None) -> dict[str, Any]:

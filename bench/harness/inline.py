@@ -154,12 +154,13 @@ class Session:
         full, options = mode == "auto", self._options
         if self._prompt_stack is not None and (full or (mode, coverage) == (decode.INLINE, _PROMPT_COVERAGE)):
             self._prompt(service, full)
-        wanted = full or (mode, coverage) == (decode.INLINE, _TIMELINE_COVERAGE)
+        wanted = full or mode == decode.FORCED or (mode, coverage) == (decode.INLINE, _TIMELINE_COVERAGE)
         if "timeline" in options.parts and wanted and self._device.type == "cuda":
             first = self._cases[0]
             found = timeline.profiled(service, first.stack, first.routing, first.warm)
             said = timeline.summary(found, self.result["row_bytes"])
-            name = "resident" if full else f"inline at {coverage:.0%}"
+            names = {"auto": "resident", decode.FORCED: "resident, admitting"}
+            name = names.get(mode, f"inline at {coverage:.0%}")
             self.result.setdefault("timeline", {})[name] = {"routing": first.label, **said}
             print(
                 f"timeline, {name}: {said['span_us']} us, gathers alone {said['gather_alone_us']} us",

@@ -65,10 +65,16 @@ class Tiers:
 
 @dataclass(slots=True)
 class Run:
-    """What the measured steps of one pool size did. outputs: [steps, T, H], for comparing bits."""
+    """What the measured steps of one pool size did. outputs: [steps, T, H], for comparing bits.
+
+    ms: of each step, from an idle device to an idle device. before_us: of that, until the last pass was launched; with
+    one pass the host's part that no work of the device hides. host_us: until `run_step` returned.
+    """
 
     slots: int
     ms: list[float] = field(default_factory=list)
+    before_us: list[float] = field(default_factory=list)
+    host_us: list[float] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
     misses: list[int] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -151,7 +157,10 @@ def run_steps(
         synchronize(stack.device)
         started = time.perf_counter()
         result = service.run_step(forward, tokens)
+        returned = time.perf_counter()
         synchronize(stack.device)
+        run.before_us.append((forward.called - started) * 1e6)
+        run.host_us.append((returned - started) * 1e6)
         run.ms.append((time.perf_counter() - started) * 1e3)
         run.passes.append(result.passes)
         run.misses.append(missed_pairs(service) - missed_before)

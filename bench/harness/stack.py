@@ -10,6 +10,7 @@ graph and replayed for every step. The dense part stands for attention: a matrix
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 
 import torch
@@ -118,6 +119,7 @@ class Forward:
         self._stack = stack
         self._moe = moe
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.called = 0.0  # when it was called last, by time.perf_counter
 
     def capture(self) -> None:
         """Capture the stack. The service must be outside a step and its background work paused."""
@@ -134,6 +136,7 @@ class Forward:
         self.graph = graph
 
     def __call__(self, path: PassPath) -> torch.Tensor:
+        self.called = time.perf_counter()
         if path is PassPath.GRAPH and self.graph is not None:
             self.graph.replay()
             return self._stack.out

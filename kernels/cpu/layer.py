@@ -64,12 +64,16 @@ class CpuLayerKernels:
     ) -> torch.Tensor:
         """x [T, H], weights and ids [T, k] -> [T, H] in x's dtype; experts without a slot contribute zero.
 
-        slots int32 [E]; pool uint8 [S, stride]; live int32 [1]; prefill uint8 [>= T]; counts int32 [E, 2] is set,
-        tally int32 [2] is added to. admission: number `layer` of its layers first makes its experts resident.
-        lookahead: spares that rows may have come to already; guess: what the next layer is likely to be routed to.
+        slots int32 [E]; pool uint8 [S, stride]; live int32 [1]; prefill uint8 [>= T]; counts int32 [E, 2] and tally
+        int32 [2], of an admitted layer [3], are added to. admission: number `layer` of its layers first makes its
+        experts resident.
+        lookahead: spares that rows may have come to already.
+        guess: what the next layer is likely to be routed to.
         CodecError if slots and pool are not those of the admission, or for more than `part_tokens` rows of it.
         """
         if admission is not None:
+            if tally is not None:
+                tally[2] += self._absent(topk_ids[: int(live[0])], slots)
             self._admit(admission, layer, x, topk_ids, slots, pool, live, prefill)
             if lookahead is None:
                 copy_rows(admission)
@@ -83,16 +87,18 @@ class CpuLayerKernels:
         alive = topk_ids[: int(live[0])].long()
         valid = (alive >= 0) & (alive < self._experts)
         if counts is not None:
-            counts[:, 0] = torch.bincount(alive[valid], minlength=self._experts)
-            if prefill is None:
-                counts[:, 1] = counts[:, 0]
-            else:
-                steady = valid & (prefill[: len(alive), None] == 0)
-                counts[:, 1] = torch.bincount(alive[steady], minlength=self._experts)
+            steady = valid if prefill is None else valid & (prefill[: len(alive), None] == 0)
+            counts[:, 0] += torch.bincount(alive[valid], minlength=self._experts)
+            counts[:, 1] += torch.bincount(alive[steady], minlength=self._experts)
         if tally is not None:
-            tally[0] += (slots[alive[valid]] < 0).sum()
+            tally[0] += self._absent(alive, slots)
             tally[1] += (~valid).sum()
         return self.finish(x, topk_weights, topk_ids, live)
+
+    def _absent(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """How many of the pairs are of experts without a slot."""
+        chosen = ids.long()
+        return (slots[chosen[(chosen >= 0) & (chosen < self._experts)]] < 0).sum()
 
     def _admit(
         self,

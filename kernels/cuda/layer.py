@@ -159,10 +159,6 @@ class CudaLayerKernels:
         self._gather_ahead = source.kernel("gather_ahead", index)
         self._choice = source.kernel("choose_guesses", index)
         self._fetch = source.kernel("fetch_guesses", index)
-        decode = self._decode
-        # One token's GEMMs need no list where every block has one unit of work: none whose row is there waits.
-        units = self.top_k * -(-self.geometry.intermediate // decode.gate_up_rows)
-        self._admits_direct = units <= decode.gate_up_blocks
 
     def _workspace(self, codec: str) -> LayerParams:
         g = self.geometry
@@ -171,7 +167,6 @@ class CudaLayerKernels:
             name: torch.empty(count, dtype=_OF_SIZE[size], device=self.device)
             for name, (count, size) in items.items()
         }
-        self._memory["entry_count"].zero_()
         params = LayerParams()
         for name, tensor in self._memory.items():
             setattr(params, name, tensor.data_ptr())
@@ -193,7 +188,6 @@ class CudaLayerKernels:
         """Fill the workspace with NaN patterns, so that a test sees what is read without having been written."""
         for tensor in self._memory.values():
             tensor.view(torch.uint8).fill_(0xFF)
-        self._memory["entry_count"].zero_()
 
     def run(
         self,
@@ -231,7 +225,7 @@ class CudaLayerKernels:
         for first in range(0, tokens, self.part_tokens):
             count = min(self.part_tokens, tokens - first)
             self._point_at(x, topk_weights, topk_ids, first, count)
-            p.direct = tokens == 1 and (admission is None or self._admits_direct)
+            p.direct = tokens == 1 and admission is None
             p.prefill = None if prefill is None else prefill.data_ptr() + first
             self._route(gemms, count, count)
             if admission is not None:
@@ -354,7 +348,6 @@ class CudaLayerKernels:
         kernel = self._small_route if small else self._large_route
         self._params.entry_pairs = gemms.entry_pairs
         blocks = 1 if kernel.name.endswith("plain") else 1 + prepared
-        self._params.route_blocks = blocks
         kernel.launch(
             blocks, 256 if small else 1024, self._params, shared=0 if small else self._large_route_shared
         )

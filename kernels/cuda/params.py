@@ -55,7 +55,6 @@ class LayerParams(ctypes.Structure):
         ("entry_pairs", ctypes.c_int32),
         ("direct", ctypes.c_int32),
         ("limit", ctypes.c_float),
-        ("route_blocks", ctypes.c_int32),
         ("admission", AdmissionParams),
         ("ahead", AheadParams),
     ]

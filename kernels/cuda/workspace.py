@@ -54,7 +54,7 @@ def workspace_items(
         "activations": (tokens * geometry.hidden, 2),
         "activation_scale": (tokens * -(-geometry.hidden // 128), 4),
         "entries": (entries * 4, 4),
-        "entry_count": (3, 4),
+        "entry_count": (2, 4),
         "pairs": (2 * max(pairs, SMALL_ROUTE_PAIRS * DECODE_PAIRS), 4),
         "done": (pairs, 1),
         "hidden": (pairs * geometry.intermediate, 2),

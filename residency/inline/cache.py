@@ -77,6 +77,11 @@ class InlineCache(HostCache):
             self._changed.notify_all()
             return self._last_epoch
 
+    def show(self, show: Show) -> None:
+        """Places have changed since the last launch, and another pass of the same epoch is about to come."""
+        with self._changed:
+            show(self._places, self.version)
+
     def close_epoch(self, epoch: int) -> None:
         with self._changed:
             self._open_epochs.discard(epoch)

@@ -7,8 +7,6 @@ nothing can be missing, and nobody waits for that either.
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -16,24 +14,22 @@ import numpy as np
 import torch
 
 from ziggurat.kernels.lookahead import Guess, Lookahead
-from ziggurat.residency.device_layer import LateCounts
+from ziggurat.residency.device_state import Counted
 from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.inline.cache import InlineCache
-from ziggurat.residency.inline.state import Events, InlineState, Passed
-from ziggurat.residency.passes import IntArray, PassMode, PassState, Route
+from ziggurat.residency.inline.state import Events, InlineState
+from ziggurat.residency.late_passes import LateCounts, LatePasses
+from ziggurat.residency.passes import IntArray, PassMode, PassState, Route, StepTokens
 from ziggurat.residency.ports import LayerKernels
 from ziggurat.residency.routing import check_counted, check_shapes
 from ziggurat.residency.runtime_errors import StepError
 from ziggurat.residency.slots import ABSENT, SlotPool
 from ziggurat.residency.streaming.layers import StreamedLayers
-from ziggurat.residency.transfers import Download
 
 GuessOf = Callable[[int], Guess | None]
 """Who guesses which experts a layer (index) is routed to, from what goes into those of the layer before. Asked whenever
 the layer before is launched or captured; None: nothing is fetched this time."""
-
-_SPARE = 24  # downloads of deferred passes that are at hand
 
 
 @dataclass(slots=True)
@@ -94,10 +90,13 @@ class InlineLayers:
         self._pass: int | None = (
             None  # epoch of the pass that was launched last, until it is learned or deferred
         )
-        self._deferred: deque[tuple[Download, int]] = deque()
         self._sure = False  # whether the passes since the last `begin` could not miss
-        # Enough for what waits until the thread books it; page-locked memory is slow to get.
-        self._spare = [state.download() for _ in range(_SPARE)]
+        self._admits = True  # whether these may, because the pool does not hold every row
+        self._events = 0  # that the last one of these may have added to the log
+        self._logged = 0  # the same of all since a copy of the log was asked for
+        slotless = 0 if direct is None else int(direct.mask.sum())
+        self._rows = (geometry.layers - slotless) * geometry.experts  # that need a slot
+        self.late = LatePasses(state.download, state.take)
 
     # -- layers ------------------------------------------------------------------------------------------------
 
@@ -213,7 +212,7 @@ class InlineLayers:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last pass raised on its way: nobody has read its log, and part of it may still run."""
+        """Whether the last pass raised on its way: part of it may still run."""
         return self._pass is not None
 
     def recover(self) -> None:
@@ -236,15 +235,17 @@ class InlineLayers:
         self._device.check(tokens.count)
         self._sure = False
         if state.mode is PassMode.REPLAY:
-            self._device.rearm(tokens.count, tokens.prefill)
+            self._device.arm(tokens.count, tokens.prefill)
             self._pass = self._cache.launch(self._device.show_places)
         else:
-            self._device.rearm(tokens.count, None)
+            self._device.arm(tokens.count, None)
             self._streaming = True
             self._streamed.begin(self._slots.table.numpy, tokens, state.step.epoch)
 
     def end(self) -> None:
         """After a forward pass that followed `begin`, or one that raised. RoutingError for bad ids, if streamed."""
+        if self.late.interrupted:
+            self._pass = self.late.abandon()
         try:
             if self._streaming:
                 self._streaming = False
@@ -254,9 +255,9 @@ class InlineLayers:
 
     def learn(self, state: PassState) -> None:
         """After a pass of the device: wait for it, and put what it did into its state. RoutingError for bad ids."""
-        passed = self._device.passed(self._device.answer())
+        words = self._device.answer()
         self._finished()
-        counted, events = passed.counted, passed.events
+        counted, events = self._device.parse(words), self._device.logged(words)
         self._follow(events)
         check_counted(self._geometry, counted.invalid)
         absent = events.keys[~events.admitted]
@@ -265,57 +266,69 @@ class InlineLayers:
         state.missing_pairs = counted.missing
         layers, experts = np.nonzero(counted.pairs)
         state.routes.append(Route(layers, experts, counted.pairs[layers, experts]))
-        state.count(int(counted.pairs.sum()), passed.missed_pairs())
+        state.count(int(counted.pairs.sum()), counted.absent)
 
-    def begin_sure(self, state: PassState) -> None:
+    def begin_sure(self, tokens: StepTokens) -> None:
         """Instead of `begin`, before a pass in which nothing can be missing. Of several such passes only the first one
-        starts the tally from zero."""
-        tokens = state.step.tokens
+        starts from zero."""
         if self._sure:
-            self._device.check(tokens.count)
-            self._device.set_live(tokens.count)
-            self._device.set_prefill(tokens.count, tokens.prefill)
+            self._device.arm_again(tokens.count, tokens.prefill)
         else:
-            self._device.rearm(tokens.count, tokens.prefill)
-            self._sure = True
-        self._pass = self._cache.launch(self._device.show_places)
+            self._device.arm(tokens.count, tokens.prefill)
+            self._sure, self._logged = True, 0
+            self._admits = self._slots.used < self._rows
+        if not self._admits:  # nor reads the arena or changes a slot
+            self.late.begun()
+            return
+        self._events = self._geometry.layers * min(
+            self._geometry.experts, tokens.count * self._geometry.top_k
+        )
+        if self._logged + self._events > self._device.room:
+            self._ask()
+        if self._cache.version != self._device.places_version:
+            self._cache.show(self._device.show_places)
+        self.late.begun(self._open)
+
+    def _open(self) -> int:
+        return self._cache.launch(self._device.show_places)
+
+    def _ask(self) -> None:
+        self.late.ask()
+        self._logged = 0
 
     def defer(self) -> None:
-        """Instead of `learn`, after such a pass: have what it did brought, and do not wait."""
-        counts = self._spare.pop() if self._spare else self._device.download()
-        counts.take()
-        assert self._pass is not None
-        self._deferred.append((counts, self._pass))
-        self._pass = None
+        """Instead of `learn`, after such a pass: what it did comes later, together with others."""
+        self.late.launched()
+        if self._admits:
+            self._logged += self._events
+            if self._logged + self._events > self._device.room:  # rather now than ahead of the next pass
+                self._ask()
 
     def collect(self, *, wait: bool) -> LateCounts | None:
         """What has arrived of deferred passes, with `wait` all of it."""
-        pairs: list[IntArray] = []
-        missed: list[int] = []
-        while self._deferred and (wait or self._deferred[0][0].arrived()):
-            counts, epoch = self._deferred.popleft()
-            passed = self._device.passed(counts.read())
-            self._spare.append(counts)
-            self._cache.close_epoch(epoch)
-            self._follow(passed.events)
-            self._check_sure(passed)
-            pairs.append(passed.counted.pairs)
-            missed.append(passed.missed_pairs())
-            if not wait:
-                time.sleep(
-                    0
-                )  # a thread that books several passes must not keep the stepping one from the interpreter
-        return LateCounts(np.stack(pairs), np.array(missed)) if pairs else None
+        self.late.ask()
+        copies = self.late.arrived(wait=wait)
+        if not copies:
+            return None
+        words = [one.counts.read() for one in copies]
+        logs = [self._device.logged(each) for each in words]
+        counted = self._device.parse(words[-1])
+        self.late.give_back(copies)
+        for one in copies:
+            if one.epoch is not None:
+                self._cache.close_epoch(one.epoch)
+        for events in logs:
+            self._follow(events)
+        self._check_sure(counted, logs)
+        passes = sum(one.passes for one in copies)
+        # A pass that raised on its way is none of these, but what it did is in the log.
+        fetching = min(passes, sum(len(np.unique(events.clocks)) for events in logs))
+        return LateCounts(passes, counted.pairs, counted.absent, fetching)
 
-    @property
-    def deferred(self) -> int:
-        """Passes whose counts have not been collected."""
-        return len(self._deferred)
-
-    def _check_sure(self, passed: Passed) -> None:
-        check_counted(self._geometry, passed.counted.invalid)
-        if passed.counted.missing:
-            absent = sorted(set(passed.events.keys[~passed.events.admitted].tolist()))[:3]
+    def _check_sure(self, counted: Counted, logs: list[Events]) -> None:
+        check_counted(self._geometry, counted.invalid)
+        if counted.missing:
+            absent = sorted({key for events in logs for key in events.keys[~events.admitted].tolist()})[:3]
             raise StepError(
-                f"{passed.counted.missing} pairs missed in an arena that holds every row, rows {absent} first"
+                f"{counted.missing} pairs missed in an arena that holds every row, rows {absent} first"
             )

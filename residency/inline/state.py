@@ -20,13 +20,13 @@ from ziggurat.kernels.admission import (
     Admission,
     make_admission,
 )
-from ziggurat.residency.device_state import Counted, DeviceState
+from ziggurat.residency.device_state import DeviceState
 from ziggurat.residency.heat import HALF_LIFE_STEPS
-from ziggurat.residency.passes import IntArray
 from ziggurat.residency.slots import IntArray32
 from ziggurat.residency.transfers import EventFactory, Uploads
 
 _EVENT = 4  # words: clock, key, slot, evicted key
+_LEAST_ROOM = 4096  # events, 64 KiB
 _HOST_TO_DEVICE = (
     HALF_LIFE_STEPS / HALF_LIFE
 )  # the host's heat halves in 1024 steps, so its sums are larger by that
@@ -34,8 +34,10 @@ _HOST_TO_DEVICE = (
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Part of the log, in order; all int32 [N]. slots: -1 where a row was not in the arena. evicted: keys or -1."""
+    """Part of the log, in order; all int32 [N]. clocks: of the passes, different for each. slots: -1 where a row was
+    not in the arena. evicted: keys or -1."""
 
+    clocks: IntArray32
     keys: IntArray32
     slots: IntArray32
     evicted: IntArray32
@@ -44,19 +46,6 @@ class Events:
     def admitted(self) -> npt.NDArray[np.bool_]:
         found: npt.NDArray[np.bool_] = self.slots != ABSENT
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """What a pass has counted and done."""
-
-    counted: Counted
-    events: Events
-
-    def missed_pairs(self) -> int:
-        """Pairs whose expert had no slot when its layer began, whether it got one then or not."""
-        pairs: IntArray = self.counted.pairs.reshape(-1)
-        return int(pairs[self.events.keys].sum())
 
 
 class InlineState(DeviceState):
@@ -78,22 +67,26 @@ class InlineState(DeviceState):
         events: EventFactory | None = None,
     ) -> None:
         self._keys = layers * experts
-        self._room = (
-            1 << (self._keys - 1).bit_length()
-        )  # of the log: what one pass can fill, as a power of two
-        more = STATE_WORDS + self._room * _EVENT
+        #: Events that the log holds: what one pass can add, as a power of two, or what many small ones do.
+        self.room = max(_LEAST_ROOM, 1 << (self._keys - 1).bit_length())
+        more = STATE_WORDS + self.room * _EVENT
         super().__init__(layers, experts, max_tokens, pool.device, more=more, events=events)
         with torch.inference_mode(False):
-            made = make_admission(layers, experts, arena, pool, log_events=self._room, first=first)
+            made = make_admission(layers, experts, arena, pool, log_events=self.room, first=first)
         self.admission: Admission = dataclasses.replace(
             made,
             table=self.table,
             state=self.more[:STATE_WORDS],
-            log=self.more[STATE_WORDS:].view(self._room, _EVENT),
+            log=self.more[STATE_WORDS:].view(self.room, _EVENT),
         )
         self._places = Uploads((self._keys,), torch.int32, pool.device, depth=4, events=events)
         self._places_version = 0
         self._head = 0  # of the log, as far as it has been read
+
+    @property
+    def places_version(self) -> int:
+        """Of the table of places that the device has."""
+        return self._places_version
 
     def show_places(self, places: IntArray32, version: int) -> None:
         """Make the device's table of places that of the host, for what is queued from now on."""
@@ -120,14 +113,13 @@ class InlineState(DeviceState):
         self._head = _head(self.admission.state.cpu().numpy())
         return self.admission.table.cpu().numpy(), self.admission.owners.cpu().numpy()
 
-    def passed(self, words: npt.NDArray[np.int32]) -> Passed:
-        """What a pass did, from the words downloaded behind it. Every pass must be asked about, in order."""
+    def logged(self, words: npt.NDArray[np.int32]) -> Events:
+        """What passes did since the download before this one, if it is no more than the log holds. In order."""
         more = self.behind(words)
         head = _head(more)
-        numbers = np.arange(self._head, self._head + ((head - self._head) & 0xFFFFFFFF)) % self._room
+        numbers = np.arange(self._head, self._head + ((head - self._head) & 0xFFFFFFFF)) % self.room
         self._head = head
-        found = more[STATE_WORDS:].reshape(self._room, _EVENT)[numbers]
-        return Passed(self.parse(words), Events(found[:, 1], found[:, 2], found[:, 3]))
+        return Events(*more[STATE_WORDS:].reshape(self.room, _EVENT)[numbers].T)
 
 
 def _head(state: npt.NDArray[np.int32]) -> int:

@@ -68,6 +68,7 @@ class InlineStepRunner(StepRunner):
             None  # whether every rank has room for every row in its arena or pool
         )
         self._sure = False  # whether every rank holds every row there
+        self._whole = False  # and whether that is every rank's pool
 
     @property
     def mode(self) -> PassMode:
@@ -76,16 +77,24 @@ class InlineStepRunner(StepRunner):
 
     @property
     def complete(self) -> bool:
-        """Never: prompts have to be told apart, since they must not count as uses."""
-        return False
+        """Whether every rank's pool holds every row: then nothing is evicted, and it does not matter that prompts must
+        not count as uses."""
+        return self._sure and self._whole and self._admitting > 0
 
     def forget(self) -> None:
         super().forget()
-        self._least_slots, self._may_be_sure, self._sure = None, None, False
+        self._least_slots, self._may_be_sure, self._sure, self._whole = None, None, False, False
 
     def doubt(self) -> None:
         """From now on rows may leave the arena at any time. Every rank must call it."""
-        self._may_be_sure, self._sure = False, False
+        self._may_be_sure, self._sure, self._whole = False, False, False
+
+    def sure(self, tokens: StepTokens) -> bool:
+        if not self._sure or self._inline.interrupted:
+            return False
+        if self._whole and self._admitting:  # nothing is evicted by whatever is admitted
+            return tokens.count <= self._inline.most_tokens
+        return not self._passes_by(tokens)
 
     def run(self, forward: Callable[[PassPath], T], step: StepState) -> StepResult[T]:
         """One step. What `forward` raises goes through; a failed read does not raise."""
@@ -97,7 +106,7 @@ class InlineStepRunner(StepRunner):
                 self._settle()
                 return self._run_inline(forward, step, 0, "streamed")
             if self._nothing_can_be_missing():
-                return self._run_complete(forward, step)
+                return self._deferred(forward, step)
             self._settle()
             return self._run_waiting(forward, step)
         finally:
@@ -133,7 +142,9 @@ class InlineStepRunner(StepRunner):
         if self._may_be_sure:
             complete = self._slots.used >= self._rows
             self._sure = self._consensus.sum(int(not (self._cache.full or complete))) == 0
-            self._sure_outcome = "clean" if complete else "inline"
+            if self._sure:
+                self._whole = self._consensus.sum(int(not complete)) == 0
+                self._sure_outcome = "clean" if complete else "inline"
         return self._sure
 
     def _run_waiting(self, forward: Callable[[PassPath], T], step: StepState) -> StepResult[T]:

@@ -50,11 +50,13 @@ def test_all_modes_serve_the_same_steps_from_one_memory(memory: SharedMemory) ->
         done=lambda: None,
         visit=lambda s, m, c: visited.append((m, c)),
     )
-    assert visited == [("auto", 1.0), ("inline", 0.5), ("replay", 0.5)]
+    assert visited == [("auto", 1.0), ("forced", 1.0), ("inline", 0.5), ("replay", 0.5)]
     for one in cases:
         found = decode.report(one, 4096, SHAPE.rows, 50.0)
         assert decode.all_same(found)
         assert found["forced"]["missed_rows_per_step"] == 0
+        for host in (found["resident_host_us"], found["forced"]["host_us"]):
+            assert 0 < host["before"] < host["whole"]
         run = found["runs"][0]
         assert run["inline"]["passes_per_step"] == 1.0
         assert run["replay"]["passes_per_step"] > 1.0

@@ -272,6 +272,13 @@ PROFILE: dict[str, Any] = {
 }
 
 
+HOST_COST: dict[str, Any] = {
+    "runs": [
+        {"model": "demo", "setup": "all resident", "tokens": 32, "before": 4.25, "after": 3.1, "beside": 1.5}
+    ],
+    **GPU_ORIGIN,
+}
+
 INLINE: dict[str, Any] = {
     "layers": 43,
     "experts": 256,
@@ -286,7 +293,13 @@ INLINE: dict[str, Any] = {
         {
             "label": "mapped M=1",
             "resident_ms": {"median": 2.0, "mean": 2.0},
-            "forced": {"step_ms": {"mean": 2.06}, "overhead": 0.03, "same_bits": True},
+            "resident_host_us": {"before": 12.1, "whole": 20.0},
+            "forced": {
+                "step_ms": {"mean": 2.06},
+                "host_us": {"before": 14.9, "whole": 25.0},
+                "overhead": 0.03,
+                "same_bits": True,
+            },
             "runs": [
                 {
                     "coverage": 0.25,
@@ -382,6 +395,7 @@ def test_gpu_tables(tmp_path: Path) -> None:
         "inline_ahead": {**INLINE, "lookahead": 6},
         "inline_gather": INLINE_GATHER,
         "churn": CHURN,
+        "host_cost": HOST_COST,
     }
     for name, content in contents.items():
         (tmp_path / "h200" / f"{name}.json").write_text(json.dumps(content))
@@ -403,6 +417,7 @@ def test_gpu_tables(tmp_path: Path) -> None:
     assert "| tiers, 25 % | 9.4 MB | 350 tok/s | 0.500 | 6500 tok/s | 0.501 | 40% | 1.70 |" in rendered
     assert "| stock vLLM | 37.7 MB | 700 tok/s | 1.000 | 13000 tok/s | 1.000 |  |  |" in rendered
 
+    assert "of all resident and admitting: mapped M=1 12 and 15 us." in rendered
     assert "| mapped M=1: all resident, admitting | 2.06 ms |  |  |  | 1.030 |  |  |  | same |" in rendered
     ratios = "7.83 ms | 1.017 | 1.276 | 1.00 | 10.50 ms (+5%) | same |"
     assert f"| mapped M=1: 25%, inline | 10.00 ms | 60.0 | 405.0 MiB | {ratios}" in rendered
@@ -456,6 +471,12 @@ def test_studies_of_recorded_routing(tmp_path: Path) -> None:
     assert "32 candidates, half-life of 256 steps" in rendered
     times = "300 us | 315 us (+5%) | 264 us (-12%) | 255 us (-15%) | 237 us |"
     assert f"| 1 token, 25%, MoE input, 4 guesses | 76% | 1.70 | 68% | 0.66 | {times}" in rendered
+
+
+def test_what_a_step_costs_the_host(tmp_path: Path) -> None:
+    (tmp_path / "host_cost.json").write_text(json.dumps({**HOST_COST, **ORIGIN}))
+    rendered = tables.render(marked("host_cost"), tmp_path)
+    assert "| demo, all resident, 32 tokens | 4.2 us | 3.1 us | 1.5 us |" in rendered
 
 
 def test_what_no_gpu_was_measured_at_says_so(tmp_path: Path) -> None:

@@ -20,17 +20,21 @@ def check(given: Admitted, tokens: int, passes: int, seed: int = 0) -> int:
     """State, pool and result of every call; returns how many rows were copied."""
     copied = 0
     layers, experts = given.twin.layers, given.twin.experts
-    tallies = [torch.zeros(2, dtype=torch.int32, device=given.device) for _ in range(2)]
+    tallies = [torch.zeros(3, dtype=torch.int32, device=given.device) for _ in range(2)]
+    lacking = 0
     for number, one in enumerate(random_calls(layers, experts, given.top_k, tokens, passes, seed)):
         x, weights = given.inputs(tokens, number)
         flags = None if one.prefill is None else one.prefill.to(given.device)
         ids, live = one.ids.to(given.device), one.live.to(given.device)
+        chosen = one.ids[: int(one.live)].flatten()
+        chosen = chosen[(chosen >= 0) & (chosen < experts)].long()
+        lacking += int((given.twin.table[one.layer][chosen] < 0).sum())
         out = given.launch(x, weights, ids, live, flags, one.layer, tallies[0])
         given.follow(one)
         assert differences(given.twin, given.ours) == [], (number, one.layer)
         expected = given.expected(x, weights, one, tallies[1])
         assert same_bits(out.cpu(), expected.cpu()), (number, one.layer)
-        assert torch.equal(tallies[0], tallies[1])
+        assert tallies[0].tolist() == [*tallies[1][:2].tolist(), lacking]
         copied += int(given.twin.state[3])
     return copied
 

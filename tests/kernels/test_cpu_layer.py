@@ -35,8 +35,8 @@ class Layer:
         self.x = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
         self.weights = torch.rand(TOKENS, TOP_K, generator=generator)
         self.ids = torch.randint(0, EXPERTS, (TOKENS, TOP_K), generator=generator).to(ids_dtype)
-        self.counts = torch.full((EXPERTS, 2), 77, dtype=torch.int32)
-        self.tally = torch.tensor([10, 20], dtype=torch.int32)
+        self.counts = torch.zeros(EXPERTS, 2, dtype=torch.int32)
+        self.tally = torch.tensor([10, 20, 30], dtype=torch.int32)
         self.kernels = CpuLayerKernels(CODEC, SIZES, EXPERTS, TOP_K, clamp=CLAMP)
 
     def run(self, live: int = TOKENS, **changes: Any) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_a_layer_with_padding(live: int, ids_dtype: torch.dtype) -> None:
     assert same_bits(layer.run(live), layer.expected(live))
     routed = torch.bincount(layer.ids[:live].flatten().long(), minlength=EXPERTS)
     assert torch.equal(layer.counts, torch.stack([routed, routed], dim=1).int())
-    assert layer.tally.tolist() == [10, 20]
+    assert layer.tally.tolist() == [10, 20, 30]
 
 
 def test_missing_experts_and_ids_that_are_none() -> None:
@@ -87,7 +87,7 @@ def test_missing_experts_and_ids_that_are_none() -> None:
     assert same_bits(layer.run(), layer.expected(left_out=frozenset({3})))
     missing = int((layer.ids == 3).sum())
     assert missing > 2
-    assert layer.tally.tolist() == [10 + missing, 20 + 2]
+    assert layer.tally.tolist() == [10 + missing, 20 + 2, 30], "the last one is of admissions"
     assert int(layer.counts[3, 0]) == missing
     assert int(layer.counts[:, 0].sum()) == TOKENS * TOP_K - 2
 
@@ -138,11 +138,11 @@ def test_an_admitted_layer_is_that_of_a_full_pool(slots: int) -> None:
     expected = layer.expected(5)
     layer.ids[5:] = EXPERTS
     a = admitted(layer, slots)
-    for copies in (len(set(layer.ids[:5].flatten().tolist())), 0):
+    for call, copies in enumerate((len(set(layer.ids[:5].flatten().tolist())), 0), 1):
         out = layer.run(5, slots=a.table[1], pool=a.pool, admission=a, layer=1)
         assert same_bits(out, expected)
-        assert layer.tally.tolist() == [10, 20]
-        assert int(layer.counts[:, 0].sum()) == 5 * TOP_K
+        assert layer.tally.tolist() == [10, 20, 30 + 5 * TOP_K], "the second call found all rows"
+        assert int(layer.counts[:, 0].sum()) == call * 5 * TOP_K
         assert a.state[COPIES] == copies
 
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_admitted_is_missing() -> None:
     assert missing > 0
     out = layer.run(slots=a.table[1], pool=a.pool, admission=a, layer=1)
     assert same_bits(out, layer.expected(left_out=frozenset({3})))
-    assert layer.tally.tolist() == [10 + missing, 20]
+    assert layer.tally.tolist() == [10 + missing, 20, 30 + TOKENS * TOP_K]
 
 
 def test_an_admission_comes_with_its_own_slots_and_pool_and_in_one_part() -> None:

@@ -28,10 +28,10 @@ def test_nothing_is_live_outside_a_pass() -> None:
     state.disarm()
     assert state.live.tolist() == [0]
     counted = state.counted()
-    assert (counted.missing, counted.invalid) == (4, 4)
+    assert (counted.missing, counted.invalid, counted.absent) == (4, 4, 4)
     assert counted.pairs.tolist() == [[0, 0, 0], [2, 2, 2]]
     state.arm(1, None)
-    assert state.tally.tolist() == [0, 0]
+    assert state.tally.tolist() == [0, 0, 0]
     assert int(state.counts_of[1].sum()) == 0
 
 

@@ -193,9 +193,9 @@ def test_a_crash_while_saving_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_several_steps_at_once_are_those_steps_one_by_one() -> None:
-    generator = np.random.default_rng(3)
-    pairs = generator.integers(0, 5, (7, 2, 6))
+def test_several_steps_at_once_are_such_steps_one_by_one() -> None:
+    """Each as its part of all of them; of others as far apart as the order of steps can make them."""
+    pairs = np.repeat(np.random.default_rng(3).integers(0, 5, (1, 2, 6)), 7, axis=0)
     one, other = HeatMap(2, 6, half_life=4.0), HeatMap(2, 6, half_life=4.0)
     for heat in (one, other):
         heat.add(1, np.array([2, 3]), np.array([8, 1]))
@@ -203,8 +203,17 @@ def test_several_steps_at_once_are_those_steps_one_by_one() -> None:
         for layer in range(2):
             one.add(layer, np.arange(6), step[layer])
         one.advance()
-    other.add_steps(pairs)
+    other.add_steps(pairs.sum(axis=0), 7)
     assert np.allclose(one.counts, other.counts, rtol=1e-12)
     copy = other.copy()
     other.advance()
     assert np.allclose(one.counts, copy.counts, rtol=1e-12)
+    for first in (True, False):
+        late = HeatMap(1, 1, half_life=4.0)
+        late.add_steps(np.array([[6]]), 3)
+        apart = HeatMap(1, 1, half_life=4.0)
+        for step in range(3):
+            if step == (0 if first else 2):
+                apart.add(0, np.array([0]), np.array([6]))
+            apart.advance()
+        assert 2 ** (-3 / 4) <= float(late.counts[0, 0] / apart.counts[0, 0]) <= 2 ** (3 / 4)

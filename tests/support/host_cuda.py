@@ -38,8 +38,8 @@ extern "C" void route(const Params* p, int large, int threads, int order, int wo
     dynamic = (i32*)malloc((size_t)words * 4);
     memset(dynamic, 0xEE, (size_t)words * 4);
     blockIdx = Index{0, 0, 0};
-    if (large) run_block(threads, order, [] { route_large(*params, dynamic); tell_ready(*params); });
-    else run_block(threads, order, [] { route_small(*params); tell_ready(*params); });
+    if (large) run_block(threads, order, [] { route_large(*params, dynamic); });
+    else run_block(threads, order, [] { route_small(*params); });
     free(dynamic);
 }
 extern "C" void gather(const Params* p, int blocks, int threads) {
@@ -64,10 +64,6 @@ extern "C" void fetch(const Guess* p, int blocks, int threads, int first, int la
         blockIdx = Index{(unsigned)b, 0, 0};
         run_block(threads, 0, [] { fetch_rows(*guess); });
     }
-}
-extern "C" void finish(const Params* p) {
-    params = p;
-    if (counts_ready(*p)) run_block(128, 0, [] { publish(*params); });
 }
 """
 
@@ -118,7 +114,6 @@ class HostLayer:
         self.memory = {
             name: torch.full((n,), -1 if s > 1 else 255, dtype=kinds[s]) for name, (n, s) in items.items()
         }
-        self.memory["entry_count"].zero_()
         self.experts, self.top_k, self.stride = experts, top_k, stride
         self.params = LayerParams()
         for name, tensor in self.memory.items():
@@ -136,13 +131,11 @@ class HostLayer:
         tally: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
         large: bool = False,
-        direct: bool = False,
         order: int = 0,
         entry_pairs: int = 8,
-        publish: bool = True,
         lookahead: Lookahead | None = None,
     ) -> None:
-        """Route, the gather and, unless told otherwise, what `combine` does about admission."""
+        """Route and the gather."""
         p = self.params
         if admission is not None:
             slots = admission.table[layer]
@@ -156,19 +149,17 @@ class HostLayer:
         p.counts = None if counts is None else counts.data_ptr()
         p.ids_are_64 = ids.dtype is torch.int64
         p.tokens, p.top_k, p.experts, p.mode = ids.shape[0], self.top_k, self.experts, Mode.WHOLE
-        p.stride, p.direct, p.entry_pairs, p.route_blocks = self.stride, direct, entry_pairs, 1
+        p.stride, p.entry_pairs = self.stride, entry_pairs
         small = SMALL_ROUTE_PAIRS
         compiled().route(ctypes.byref(p), large, 1024 if large else small, order, (32 + 5) * self.experts)
         if admission is not None:
             if lookahead is not None:
                 p.ahead = view_of(lookahead, admission.layers, layer)
             compiled().gather(ctypes.byref(p), GATHER_BLOCKS, _THREADS)
-            if publish:
-                compiled().finish(ctypes.byref(p))
 
     def entries(self) -> tuple[list[list[int]], int]:
         """(slot, begin, count, expert) of every entry, and how many come first that had their rows."""
-        total, resident, _ = self.memory["entry_count"].tolist()
+        total, resident = self.memory["entry_count"].tolist()
         return self.memory["entries"].view(-1, 4)[:total].tolist(), resident
 
 

@@ -17,14 +17,8 @@ DEV u32 heated(u32 heat, u32 age, i32 pairs) {
     return sum < HEAT_MOST ? (u32)sum : HEAT_MOST;
 }
 
-// While a layer of one token (`direct`) runs, its GEMMs look into the table before they know that the route kernel is
-// done. So what was absent when the layer began stays negative until `publish`: whoever looks early learns in any case
-// whether the row was there before, and one that was is neither moved nor evicted by this layer.
-DEV i32 not_yet(i32 slot) { return -2 - slot; }
-DEV i32 slot_now(const Params& p, i32 e) { // once the route kernel is done; its row may still be on its way
-    const i32 word = (i32)load_fresh((const u32*)p.slots + e);
-    return word < -1 ? -2 - word : word;
-}
+// After `admit`; the row may still be on its way.
+DEV i32 slot_now(const Params& p, i32 e) { return (i32)load_fresh((const u32*)p.slots + e); }
 
 struct ExpertSet { // in shared memory
     u32 words[MAX_EXPERTS / 32];
@@ -100,7 +94,7 @@ DEV void admit_absent(const Params& p, i32 clock, const ExpertSet& used, const E
                     if (evicted >= 0) a.table[evicted] = -1;
                     if (slot >= 0) {
                         a.owners[slot] = key;
-                        a.table[key] = p.direct ? not_yet(slot) : slot;
+                        a.table[key] = slot;
                         a.copies[copies] = make_int2(from, slot);
                     }
                     a.log[head & a.log_mask] = make_int4(clock, key, slot, evicted);
@@ -191,13 +185,4 @@ DEV void copy_missing(const Params& p) {
         next -= chunks;
     }
     while (AHEAD && arrived.copy<GATHER_LOADS>(vectors, chunk)) {}
-}
-
-// By the last kernel of a layer of one token, when nobody looks into the table any more.
-DEV void publish(const Params& p) {
-    const u32 rows = load_fresh((const u32*)p.admission.state + COPIES);
-    for (u32 r = threadIdx.x; r < rows; r += blockDim.x) {
-        const u32 slot = load_fresh((const uint2*)p.admission.copies + r).y;
-        p.admission.table[load_fresh((const u32*)p.admission.owners + slot)] = (i32)slot;
-    }
 }

@@ -23,8 +23,4 @@ DEV void combine_token(const Params& p) {
         *(uint2*)((u16*)p.out + (i64)t * p.hidden_size + c) =
             make_uint2(Io::pack(sum[0], sum[1]), Io::pack(sum[2], sum[3]));
     }
-    if (counts_ready(p) && blockIdx.x == 0 && t == 0) {
-        publish(p);
-        if (threadIdx.x == 0) p.entry_count[READY] = 0;
-    }
 }

@@ -22,8 +22,7 @@ struct Share {
 };
 
 // An entry of the list of work. With one token (`direct`) there is no need for a list: its pairs are the entries, known
-// before the route kernel has run, so that weights can be asked for at once. A pair without a slot has no columns then;
-// in an admitted layer it may get one, whose row is there when the kernel before this one has ended.
+// before the route kernel has run, so that weights can be asked for at once. A pair without a slot has no columns then.
 DEV i32 entry_count(const Params& p) { return p.direct ? p.tokens * p.top_k : *p.entry_count; }
 template <bool AWAIT> // rows that are still on their way
 DEV Entry entry_at(const Params& p, i32 number) {
@@ -32,11 +31,7 @@ DEV Entry entry_at(const Params& p, i32 number) {
         return p.entries[number];
     }
     const i32 e = number < live_tokens(p) * p.top_k ? expert_of(p, number) : -1;
-    i32 slot = e < 0 ? -1 : AWAIT ? (i32)load_fresh((const u32*)p.slots + e) : slot_now(p, e);
-    if (AWAIT && slot < 0 && e >= 0 && admitted(p)) {
-        wait_for_previous();
-        slot = slot_now(p, e);
-    }
+    const i32 slot = e < 0 ? -1 : p.slots[e];
     return Entry{max(slot, 0), number, slot >= 0, e};
 }
 
@@ -341,10 +336,7 @@ DEV void gate_up_decode(const Params& p) {
     if (!p.direct) wait_for_list(p);
     Walk<Units> walk(p, entry_count(p));
     Multiplier<B, Units> multiplier(p, share, ring_memory, warp, lane, walk);
-    if (counts_ready(p))
-        wait_until_ready(p);
-    else if (p.direct)
-        wait_for_previous();
+    if (p.direct) wait_for_previous();
     let_next_start();
     for (; walk.valid(); walk.advance(p)) {
         const Unit u = walk.unit(p);

@@ -17,7 +17,6 @@
         } else {                                                                                                       \
             route_small(p);                                                                                            \
         }                                                                                                              \
-        tell_ready(p);                                                                                                 \
     }                                                                                                                  \
     KERNEL(route_large_##suffix, 1024, 1) {                                                                            \
         extern __shared__ i32 shared[];                                                                                \
@@ -30,14 +29,12 @@
         } else {                                                                                                       \
             route_large(p, shared);                                                                                    \
         }                                                                                                              \
-        tell_ready(p);                                                                                                 \
     }
 
 // Between route and the GEMMs of an admitted layer. Rows that are in the pool are multiplied meanwhile: those GEMMs wait
-// for this kernel before the first row that is not, and at their end. Of one token, they do not even wait for route.
+// for this kernel before the first row that is not, and at their end.
 #define GATHER(name, ...)                                                                                              \
     KERNEL(name, GATHER_THREADS) {                                                                                     \
-        if (p.direct) let_next_start();                                                                                \
         wait_for_previous();                                                                                           \
         let_next_start();                                                                                              \
         copy_missing<__VA_ARGS__>(p);                                                                                  \

@@ -40,13 +40,13 @@ struct Params {
     const u8* pool;       // [slots, stride]
     const i32* live;      // [1] live tokens of the whole batch
     const u8* prefill;    // [T] or null
-    i32* counts;          // [E, 2] or null; zeroed by the part of a batch whose `first` is 0
-    i32* tally;           // [2] or null
+    i32* counts;          // [E, 2] or null; added to
+    i32* tally;           // [2], of an admitted layer [3], or null; added to
     void* out;            // [T, H]
     void* activations;    // what the GEMM reads: [T, H] f16 or e4m3, permuted in blocks of 32
     u32* activation_scale; // f16: [T] reciprocal scale (float); mx: [T, ceil(H / 128)] words of UE8M0
     Entry* entries;
-    i32* entry_count; // [3]: entries; of these, the ones that come first and whose rows are in the pool; see READY
+    i32* entry_count; // [2]: entries; of these, the ones that come first and whose rows are in the pool
     int2* pairs;      // pair and token, by entry
     u8* done;         // [T * k] 1 = the pair's contribution is in `partial`
     u16* hidden;      // [T * k, I]
@@ -60,9 +60,8 @@ struct Params {
     i32 ids_are_64;
     i32 mode; // 0: whole layer, 1: begin, 2: add
     i32 entry_pairs; // 8 (decode) or 64 (prefill)
-    i32 direct;      // the pairs are the entries: decode GEMMs of one token
+    i32 direct;      // the pairs are the entries: decode GEMMs of one token, in a layer that is not admitted
     float limit;
-    i32 route_blocks; // of the route kernel
     Admission admission;
     Ahead ahead;
 };
@@ -76,7 +75,8 @@ struct Guess { // of what runs beside a layer; all as the next layer sees it
     i32 ids_are_64;
 };
 enum { WHOLE = 0, BEGIN = 1, ADD = 2 };
-constexpr i32 RESIDENT = 1, READY = 2; // words of entry_count
+constexpr i32 RESIDENT = 1; // word of entry_count
+enum { MISSING = 0, INVALID = 1, ABSENT = 2 }; // words of tally; ABSENT: had no slot when its layer began
 
 constexpr i32 MAX_EXPERTS = 1024;
 
@@ -87,26 +87,10 @@ DEV i32 live_tokens(const Params& p) {
     return n < 0 ? 0 : (n > p.tokens ? p.tokens : n);
 }
 
-// An admitted layer of one token asks for the rows that it has while the route kernel still runs, and the kernel before
-// it is the gather, which may take long; so blocks of the route kernel count themselves done here. `combine` starts over.
-DEV bool counts_ready(const Params& p) { return p.direct && admitted(p); }
-DEV void tell_ready(const Params& p) { // the whole block
-    if (!counts_ready(p)) return;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        atomicAdd(p.entry_count + READY, 1);
-    }
-}
 DEV i32 load_acquire(const i32* at) { // what is read from now on is no older, not even in the L1
     i32 v;
     asm volatile("ld.acquire.gpu.global.s32 %0,[%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
-}
-DEV void wait_until_ready(const Params& p) { // the whole block
-    if (threadIdx.x == 0)
-        while (load_acquire(p.entry_count + READY) < p.route_blocks) {}
-    __syncthreads();
 }
 // Gate and up: the kernel before is route. In an admitted layer it is the gather, which lets this one start when route
 // has ended; so there is nothing to wait for.

@@ -16,19 +16,18 @@ DEV void route_small(const Params& p) {
     __shared__ i32 expert[256];
     __shared__ i32 rank[256];
     __shared__ u32 starts[2][8]; // of entries: rows in the pool, rows on their way
-    __shared__ i32 missing, invalid;
+    __shared__ i32 missing, invalid, lacking;
     __shared__ ExpertSet used, absent;
     const i32 tid = threadIdx.x, lane = tid & 31, pairs = p.tokens * p.top_k, lives = live_tokens(p);
     const bool live = tid < lives * p.top_k;
     const i32 e = live ? expert_of(p, tid) : -1;
     i32 slot = e >= 0 ? p.slots[e] : -1;
+    const bool lacked = e >= 0 && slot < 0;
     const Use use(p, e);
     const i32 clock = admitted(p) ? clock_now(p, lives > 0) : 0;
     expert[tid] = e;
-    if (tid == 0) missing = invalid = 0;
+    if (tid == 0) missing = invalid = lacking = 0;
     if (tid < MAX_EXPERTS / 32) used.words[tid] = absent.words[tid] = 0;
-    if (p.mode == WHOLE && p.counts && p.first == 0)
-        for (i32 i = tid; i < p.experts * 2; i += blockDim.x) p.counts[i] = 0;
     __syncthreads();
 
     i32 before = 0, all = 0, decode = 0;
@@ -46,8 +45,8 @@ DEV void route_small(const Params& p) {
             if (slot < 0) absent.add(e);
             use.note(p, clock, e, decode);
         }
-        const bool lacks = __syncthreads_or(e >= 0 && slot < 0);
-        if (admit<8>(p, clock, lacks, used, absent) && e >= 0 && slot < 0) {
+        const bool lacks = __syncthreads_or(lacked);
+        if (admit<8>(p, clock, lacks, used, absent) && lacked) {
             slot = slot_now(p, e);
             arrives = slot >= 0;
         }
@@ -57,10 +56,11 @@ DEV void route_small(const Params& p) {
     if (lane == 0) starts[0][tid >> 5] = here, starts[1][tid >> 5] = coming;
     if (p.mode == WHOLE) {
         if (e >= 0 && before == 0 && p.counts) {
-            p.counts[2 * e] += all; // later parts of a batch add to the first one's
-            p.counts[2 * e + 1] += decode;
+            atomicAdd(&p.counts[2 * e], all); // nobody else adds: it is the addition that need not be waited for
+            if (decode) atomicAdd(&p.counts[2 * e + 1], decode);
         }
         if (e >= 0 && slot < 0) atomicAdd(&missing, 1);
+        if (lacked) atomicAdd(&lacking, 1);
         if (live && e < 0) atomicAdd(&invalid, 1);
     }
     __syncthreads();
@@ -89,8 +89,9 @@ DEV void route_small(const Params& p) {
         p.entry_count[0] = n;
         p.entry_count[RESIDENT] = resident;
         if (p.mode == WHOLE && p.tally) {
-            if (missing) atomicAdd(&p.tally[0], missing);
-            if (invalid) atomicAdd(&p.tally[1], invalid);
+            if (missing) atomicAdd(&p.tally[MISSING], missing);
+            if (invalid) atomicAdd(&p.tally[INVALID], invalid);
+            if (lacking && admitted(p)) atomicAdd(&p.tally[ABSENT], lacking);
         }
     }
 }
@@ -107,7 +108,7 @@ DEV void route_large(const Params& p, i32* shared) {
     i32* slot_of = decode + p.experts;                     // [experts]
     i32* entry_at = slot_of + p.experts;                   // [experts] number of the first entry
     i32* begin_at = entry_at + p.experts;                  // [experts] first position
-    __shared__ i32 missing, invalid;
+    __shared__ i32 missing, invalid, lacking;
     __shared__ ExpertSet used, absent;
     const i32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, threads = ROUTE_WARPS * 32;
     const i32 pairs = p.tokens * p.top_k, live = live_tokens(p) * p.top_k;
@@ -115,7 +116,7 @@ DEV void route_large(const Params& p, i32* shared) {
     const i32 share = (((pairs + ROUTE_WARPS - 1) / ROUTE_WARPS) + 31) & ~31;
     for (i32 i = tid; i < (ROUTE_WARPS + 2) * p.experts; i += threads) cursor[i] = 0;
     for (i32 e = tid; e < p.experts; e += threads) slot_of[e] = p.slots[e];
-    if (tid == 0) missing = invalid = 0;
+    if (tid == 0) missing = invalid = lacking = 0;
     if (tid < MAX_EXPERTS / 32) used.words[tid] = absent.words[tid] = 0;
     __syncthreads();
 
@@ -139,11 +140,14 @@ DEV void route_large(const Params& p, i32* shared) {
             sum += n;
         }
         total[e] = sum;
-        if (p.mode == WHOLE && p.counts) {
-            p.counts[2 * e] = sum + (p.first ? p.counts[2 * e] : 0);
-            p.counts[2 * e + 1] = decode[e] + (p.first ? p.counts[2 * e + 1] : 0);
+        if (p.mode == WHOLE && p.counts && sum) {
+            atomicAdd(&p.counts[2 * e], sum);
+            if (decode[e]) atomicAdd(&p.counts[2 * e + 1], decode[e]);
         }
-        if (slot_of[e] < 0 && sum) lacks = true;
+        if (slot_of[e] < 0 && sum) {
+            lacks = true;
+            atomicAdd(&lacking, sum);
+        }
         if (sum && admitted(p)) {
             used.add(e);
             if (slot_of[e] < 0) absent.add(e);
@@ -185,8 +189,9 @@ DEV void route_large(const Params& p, i32* shared) {
         if (lane == 0) {
             p.entry_count[0] = entries;
             if (p.mode == WHOLE && p.tally) {
-                if (missing) atomicAdd(&p.tally[0], missing);
-                if (invalid) atomicAdd(&p.tally[1], invalid);
+                if (missing) atomicAdd(&p.tally[MISSING], missing);
+                if (invalid) atomicAdd(&p.tally[INVALID], invalid);
+                if (lacking && admitted(p)) atomicAdd(&p.tally[ABSENT], lacking);
             }
         }
     }

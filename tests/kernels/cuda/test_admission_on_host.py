@@ -39,18 +39,17 @@ def check_entries(layer: HostLayer, one: Call, before: torch.Tensor, slots: torc
     assert len(entries) == sum(-(-n // most) for n in full.values())
 
 
-def follow(
-    a: Admission, calls: list[Call], top_k: int, *, large: bool = False, direct: bool = False, most: int = 8
-) -> int:
+def follow(a: Admission, calls: list[Call], top_k: int, *, large: bool = False, most: int = 8) -> int:
     """Both over all calls; returns how many rows were copied."""
     b = copied(a)
     layer = HostLayer(a.experts, top_k, len(calls[0].ids), a.pool.shape[1])
     moved = 0
+    tally, counts = torch.zeros(3, dtype=torch.int32), torch.zeros(a.experts, 2, dtype=torch.int32)
+    routed, told = torch.zeros(a.experts, dtype=torch.int64), [0, 0, 0]
     for number, one in enumerate(calls):
         before = a.table[one.layer].clone()
         admit(a, one.layer, one.ids, one.live, one.prefill)
         copy_rows(a)
-        tally, counts = torch.zeros(2, dtype=torch.int32), torch.zeros(a.experts, 2, dtype=torch.int32)
         layer.run(
             b,
             one.layer,
@@ -60,21 +59,19 @@ def follow(
             tally=tally,
             counts=counts,
             large=large,
-            direct=direct,
             order=number,
             entry_pairs=most,
         )
         assert differences(a, b) == []
         slots = a.table[one.layer]
-        if not direct:
-            check_entries(layer, one, before, slots, most)
+        check_entries(layer, one, before, slots, most)
         chosen = one.ids[: int(one.live)].flatten()
         valid = chosen[(chosen >= 0) & (chosen < a.experts)].long()
-        assert tally.tolist() == [int((slots[valid] < 0).sum()), len(chosen) - len(valid)]
-        assert torch.equal(counts[:, 0].long(), torch.bincount(valid, minlength=a.experts))
-        ready = int(direct)  # nobody starts over here
-        assert layer.memory["entry_count"][2] == ready
-        layer.memory["entry_count"][2] = 0
+        now = [int((slots[valid] < 0).sum()), len(chosen) - len(valid), int((before[valid] < 0).sum())]
+        told = [sum(both) for both in zip(told, now, strict=True)]
+        assert tally.tolist() == told
+        routed += torch.bincount(valid, minlength=a.experts)
+        assert torch.equal(counts[:, 0].long(), routed)
         moved += int(a.state[3])
     return moved
 
@@ -121,24 +118,10 @@ def test_rows_of_several_chunks_arrive_and_nothing_beside_them(vectors: int) -> 
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_one_token_publishes_what_it_admitted(large: bool) -> None:
+def test_one_token_admits_as_the_twin_does(large: bool) -> None:
     a = over_rows(pattern_rows(2 * 40, STRIDE), 2, 12, absent=range(3, 80, 11))
     calls = random_calls(2, 40, 6, 1, 4 if large else 12, seed=5)
-    assert follow(a, calls, 6, direct=True, large=large) > 0
-
-
-def test_one_token_sees_in_the_table_which_rows_were_there_until_it_is_published() -> None:
-    a = over_rows(pattern_rows(40, STRIDE), 1, 40, absent=[7])
-    layer = HostLayer(40, 4, 1, STRIDE)
-    live = torch.tensor([1], dtype=torch.int32)
-    layer.run(a, 0, torch.tensor([[5, 6, 8, 9]], dtype=torch.int32), live, None, direct=True)
-    there = a.table[0].clone()
-    assert there[[5, 6, 8, 9]].tolist() == [0, 32, 24, 16]
-    layer.run(a, 0, torch.tensor([[20, 8, 5, 7]], dtype=torch.int32), live, None, direct=True, publish=False)
-    assert torch.equal(a.table[0, [5, 6, 8, 9]], there[[5, 6, 8, 9]])
-    assert a.table[0, [7, 20]].tolist() == [-1, -2 - 8]
-    assert a.owners[8] == 20
-    assert a.copies[0].tolist() == [int(a.places[20]), 8]
+    assert follow(a, calls, 6, large=large) > 0
 
 
 def test_withheld_slots_and_rising_heat() -> None:
