@@ -64,10 +64,12 @@ def _label_values(name: str) -> tuple[str, ...]:
 
 def total_steps(page: Scrape) -> float:
     """Steps, however they ended."""
-    return sum(
-        page.value("ziggurat_steps_total", outcome=outcome)
-        for outcome in _label_values("ziggurat_steps_total")
-    )
+    return _sum(page, "ziggurat_steps_total", "outcome")
+
+
+def _sum(page: Scrape, name: str, label: str) -> float:
+    """A metric over all values of its one label."""
+    return sum(page.value(name, **{label: value}) for value in _label_values(name))
 
 
 ROUTES = (("arena", "pool"), ("pack", "pool"), ("pack", "arena"))
@@ -112,6 +114,8 @@ def problems(page: Scrape, pairs: int) -> list[str]:
         ),
         ("I/O errors", value("ziggurat_io_errors_total"), 0),
         ("verification failures", value("ziggurat_verification_failures_total"), 0),
+        ("failed reads", _sum(page, "ziggurat_failed_reads_total", "reason"), 0),
+        ("rows made anew", _sum(page, "ziggurat_rebuilt_rows_total", "written_back"), 0),
         ("failed tokens", value("ziggurat_failed_tokens_total"), 0),
     ]
     for source, target in ROUTES:

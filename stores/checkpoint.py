@@ -20,7 +20,7 @@ from ziggurat.stores.modelconfig import ModelConfig, read_model_config
 from ziggurat.stores.names import MATRICES, Matrix, parse_expert_name
 from ziggurat.stores.shards import ShardSet, read_shards
 from ziggurat.stores.stored import StoredExpert, StoredWeight, WeightFormat
-from ziggurat.stores.stripped import read_stripped
+from ziggurat.stores.stripped import read_stripped, refuse_unfinished
 
 # A tensor, or an index of its first dimension.
 _Get = Callable[[Part, int | None], torch.Tensor]
@@ -75,6 +75,7 @@ class Checkpoint:
         without experts that is not what was exported.
         """
         folder = Path(folder)
+        refuse_unfinished(folder)
         config = read_model_config(folder)
         if (found := read_stripped(folder, config)) is not None:
             manifest, shards = found

@@ -108,6 +108,8 @@ def export_checkpoint(
             (folder / UNFINISHED_MANIFEST).unlink(missing_ok=True)
             with writing(folder, 0):
                 sync_folder(folder)
+    except (KeyboardInterrupt, SystemExit):
+        raise  # to be continued
     except BaseException:
         _forget_beginning(folder)
         remove_folders(made)  # those that are empty

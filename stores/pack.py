@@ -267,22 +267,23 @@ class Pack:
         """
         digests: dict[int, int] = {}
         again: dict[int, float] = {}
-        buffers = {job.tag: job.buffer for job in jobs}
+        waiting = {job.tag: job.buffer for job in jobs}
         stride = self.header.stride
         arrived = 0
         failed: Counter[RowFailure] = Counter()
         try:
             with closing(self._reader.read(jobs, self._on_arrival(digests, sole), fresh=fresh)) as ends:
                 for tag, nbytes, seconds, error in ends:
+                    buffer = waiting.pop(tag)
                     seconds += before.get(tag, 0.0)
                     arrived += nbytes
                     if error is not None:
                         failed["io"] += 1
-                        yield self._restored(tag, buffers[tag], nbytes, seconds, "io", str(error), None)
+                        yield self._restored(tag, buffer, nbytes, seconds, "io", str(error), None)
                     elif nbytes != stride:
                         failed["short"] += 1
                         reason = f"{nbytes} of {stride} bytes arrived"
-                        yield self._restored(tag, buffers[tag], nbytes, seconds, "short", reason, None)
+                        yield self._restored(tag, buffer, nbytes, seconds, "short", reason, None)
                     elif tag not in digests or digests[tag] == self._checksum(tag):
                         if tag in digests:
                             self._good[tag] = 1
@@ -295,10 +296,14 @@ class Pack:
                         if last:
                             reason = _DAMAGED.format(f"{digests[tag]:016x}, not {self._checksum(tag):016x}")
                             yield self._restored(
-                                tag, buffers[tag], nbytes, seconds, "checksum", reason, digests[tag]
+                                tag, buffer, nbytes, seconds, "checksum", reason, digests[tag]
                             )
                         else:
                             again[tag] = seconds
+        except OSError as e:  # the reader cannot go on, for want of descriptors or memory
+            failed["io"] += len(waiting)
+            for tag, buffer in waiting.items():
+                yield self._restored(tag, buffer, 0, before.get(tag, 0.0), "io", str(e), None)
         finally:
             with self._lock:
                 self._read_bytes += arrived

@@ -45,6 +45,12 @@ def read_stripped(folder: Path, config: ModelConfig) -> tuple[Manifest, ShardSet
     return manifest, ShardSet(tuple(headers.values()), {})
 
 
+def refuse_unfinished(folder: Path) -> None:
+    """Raises CheckpointError for a folder whose export has not come to its end."""
+    if (folder / UNFINISHED_MANIFEST).is_file() and not (folder / MANIFEST_FILE).exists():
+        raise CheckpointError(f"{folder}: its export was not finished; run the same `ziggurat export` again")
+
+
 def is_main_expert(name: str, config: ModelConfig) -> bool:
     """Whether a tensor is a routed expert's of the main layers: what packs hold, and an export leaves out."""
     parsed = parse_expert_name(name)

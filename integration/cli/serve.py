@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ziggurat.integration.cli.failures import CliError
-from ziggurat.integration.cli.options import ConfigOption, ModelArgument, read_inputs
+from ziggurat.integration.cli.options import ConfigOption, read_inputs
 from ziggurat.integration.cli.progress import RowProgress
 from ziggurat.integration.packing import ensure_packs
 from ziggurat.integration.preflight import preflight
@@ -31,7 +31,10 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     context: typer.Context,
-    model: ModelArgument = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Model folder; default: model.path of the configuration."),
+    ] = None,
     config: ConfigOption = None,
     record_routing: Annotated[
         Path | None,
@@ -44,7 +47,11 @@ def serve(
 ) -> None:
     """Serve MODEL through tiers; arguments after `--` go to `vllm serve`."""
     extra = list(context.args)
-    folder, tiers = read_inputs(model, config)
+    if model is not None and model.startswith("-"):
+        # Without MODEL the first of vLLM's arguments stands in its place.
+        extra.insert(0, model)
+        model = None
+    folder, tiers = read_inputs(None if model is None else Path(model), config)
     check_version()
     check_plugin_visible()
     debug = _parse_debug(debug_json)

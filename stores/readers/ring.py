@@ -67,13 +67,13 @@ class Ring:
             raise
         self.entries: int = sq_entries
         self._sq_mask, self._cq_mask, self._cqes = sq_entries - 1, cq_entries - 1, cq[5]
+        self._sq_head = ctypes.c_uint32.from_buffer(self._rings, sq[0])
         self._sq_tail = ctypes.c_uint32.from_buffer(self._rings, sq[1])
         self._cq_head = ctypes.c_uint32.from_buffer(self._rings, cq[0])
         self._cq_tail = ctypes.c_uint32.from_buffer(self._rings, cq[1])
         for i in range(sq_entries):  # entries stand in the order of their slots
             struct.pack_into("<I", self._rings, sq[6] + 4 * i, i)
         self._tail = 0
-        self._pushed = 0
         self._fence = Lock()
         self._fixed: list[tuple[int, int]] = []  # start and end of each registered buffer
         self.fixed_files = False
@@ -144,7 +144,6 @@ class Ring:
             buffer, 0, 0, 0, 0,
         )  # fmt: skip
         self._tail = (self._tail + 1) & 0xFFFFFFFF
-        self._pushed += 1
 
     def enter(self, wait: bool) -> None:
         """Submit what was pushed; `wait` until at least one completion is there (or a signal came).
@@ -152,15 +151,15 @@ class Ring:
         The lock of the interpreter is free meanwhile. Raises OSError if the ring is broken.
         """
         self._sq_tail.value = self._tail  # the system call is the barrier
-        while self._pushed or wait:
+        # What is left is asked of the kernel each time: a count of our own would be wrong once a signal's exception
+        # came between the call and its booking, and then never reach zero.
+        while (pushed := (self._tail - self._sq_head.value) & 0xFFFFFFFF) or wait:
             flags = _ENTER_GETEVENTS if wait else 0
-            numbers = (ctypes.c_uint(self._pushed), ctypes.c_uint(wait), ctypes.c_uint(flags))
+            numbers = (ctypes.c_uint(pushed), ctypes.c_uint(wait), ctypes.c_uint(flags))
             done = int(_syscall(_ENTER, self._fd, *numbers, None, ctypes.c_size_t(0)))
+            if done >= pushed:
+                return
             if done >= 0:
-                self._pushed -= done
-                wait = wait and self._pushed > 0
-                if not self._pushed:
-                    return
                 continue
             number = ctypes.get_errno()
             if number == errno.EINTR:
@@ -192,7 +191,7 @@ class Ring:
         """Nothing may be under way. The mappings go with the object."""
         os.close(self._fd)
         self._fd = -1
-        del self._sq_tail, self._cq_head, self._cq_tail
+        del self._sq_head, self._sq_tail, self._cq_head, self._cq_tail
         self._rings.close()
         self._sqes.close()
 

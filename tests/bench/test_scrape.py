@@ -75,6 +75,8 @@ SPOILERS: dict[str, Callable[[TierMetrics], None]] = {
     "beyond its capacity": lambda m: m.set("ziggurat_tier_capacity_rows", 7, "pool"),
     "I/O errors": lambda m: m.add("ziggurat_io_errors_total", 1),
     "verification failures": lambda m: m.add("ziggurat_verification_failures_total", 1),
+    "failed reads": lambda m: m.add("ziggurat_failed_reads_total", 1, "io"),
+    "rows made anew": lambda m: m.add("ziggurat_rebuilt_rows_total", 1, "yes"),
     "failed tokens": lambda m: m.add("ziggurat_failed_tokens_total", 1),
 }
 

@@ -130,6 +130,27 @@ def test_the_folder_serves_from_itself(run: Run, model: Path, here: Path, export
     assert "was there already" in run("import", exported, "-c", config)[1]
 
 
+def test_serving_it_needs_no_model_on_the_command_line(
+    run: Run, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then vLLM's first argument stands where MODEL would."""
+    started: list[str] = []
+
+    def execv(path: str, arguments: list[str]) -> None:
+        started.extend(arguments)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("os.execv", execv)
+    given = ["--enforce-eager", "--served-model-name", "a//b"]
+    assert run("serve", "-c", exported / CONFIG_NAME, "--", *given)[0] == 0
+    assert started[-3:] == given
+    assert started[started.index("serve") + 1] == str(exported)
+    assert run("serve", exported, "-c", exported / CONFIG_NAME, "--", "--served-model-name=a//b")[0] == 0
+    assert started[-1] == "--served-model-name=a//b"
+    assert run("serve", "-c", exported / CONFIG_NAME, "--", "--served-model-name=a//b")[0] == 0
+    assert started[-1] == "--served-model-name=a//b"
+
+
 def test_all_ranks_go_along(run: Run, model: Path, here: Path, there: Path, tmp_path: Path) -> None:
     for tp in (1, 2):
         assert run("export", model, "-c", here, "--to", tmp_path / "out", "--tp", tp)[0] == 0

@@ -403,6 +403,7 @@ def test_finished_files_are_not_written_again(
     with pytest.raises(KeyboardInterrupt):
         export(model, out)
     assert (out / UNFINISHED_MANIFEST).exists()
+    assert "its export was not finished" in refused(out, CheckpointError)
     good, bad = written
     flip(out / bad, (out / bad).stat().st_size - 1)
     written, stop_after = [], SHARDS

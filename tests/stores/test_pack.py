@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from ziggurat.stores.pack import Pack, RowRequest, VerifyMode
 from ziggurat.stores.packformat import PackHeader
 from ziggurat.stores.readers.faults import FaultyReader
 from ziggurat.stores.readers.pread import PreadReader
+from ziggurat.stores.readers.registry import open_reader
+from ziggurat.stores.readers.ring import problem
 
 LAYERS, EXPERTS = 2, 3
 
@@ -299,3 +302,30 @@ def test_any_safetensors_tool_can_open_a_pack(
         assert file.metadata()["identity"] == wanted.identity
         assert file.metadata()["layer_ids"] == "[0, 1]"
     assert data_start(small_pack_file) % 4096 == 0
+
+
+def test_a_reader_that_cannot_go_on_loses_rows_and_nothing_else(
+    small_pack_file: Path, wanted: PackHeader
+) -> None:
+    """Without a free descriptor io_uring cannot have a ring."""
+    if problem() is not None:
+        pytest.skip("needs io_uring")
+    pack = Pack.open(small_pack_file, reader=open_reader("io_uring", small_pack_file))
+    used = max(int(name) for name in os.listdir("/proc/self/fd"))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0) for _ in range(used)]  # no gap is left below the limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, before[1]))
+    try:
+        failed = errors(pack)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for fd in taken:
+            os.close(fd)
+    assert len(failed) == wanted.rows
+    for error in failed.values():
+        assert error is not None
+        assert error.kind == "io"
+        assert "Too many open files" in str(error)
+    assert pack.counts().io == wanted.rows
+    assert errors(pack) == dict.fromkeys(failed)
+    pack.close()

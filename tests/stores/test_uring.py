@@ -241,6 +241,36 @@ def test_closing_cancels_a_read_that_never_ends(tmp_path: Path, monkeypatch: pyt
 
 
 @needs_io_uring
+@pytest.mark.parametrize("call", range(1, 9))
+def test_an_interrupt_between_a_system_call_and_its_booking(
+    file: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """As a signal's exception may come after any of them: the read ends, and the next one is good."""
+    real, calls = io._syscall, 0
+
+    def interrupted(*arguments: object) -> int:
+        nonlocal calls
+        done = int(real(*arguments))
+        if arguments[0] is io._ENTER:
+            calls += 1
+            if calls == call:
+                raise KeyboardInterrupt
+        return done
+
+    reader = UringReader(file, depth=2)
+    every_other = list(range(0, ROWS, 2))
+    monkeypatch.setattr(io, "_syscall", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in reader.read(jobs_for(every_other), lambda job: None):
+            pass
+    monkeypatch.setattr(io, "_syscall", real)
+    again = jobs_for(every_other)
+    assert all(end.error is None for end in reader.read(again))
+    check(file, again)
+    reader.close()
+
+
+@needs_io_uring
 def test_closing_while_another_read_is_half_done(file: Path) -> None:
     reader = UringReader(file, threads=1, depth=2)
     ends = reader.read(jobs_for(list(range(0, ROWS, 2))))
