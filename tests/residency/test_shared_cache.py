@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from support.fake_moe import FakePacks
-from support.keepers import keeper
+from support.keepers import keeper, settled
 from support.wrapped_packs import WrappedPack
 from ziggurat.allocators.shared.arena import SharedArena, attach_arena
 from ziggurat.allocators.shared.messages import Attach
@@ -272,10 +272,7 @@ def test_what_a_reader_sees_stays_where_it_is(
     assert writer.held() == {1, 2, 3}
     assert reader.get(1, 2, 3) == {key: bytes_of[key] for key in (1, 2, 3)}
     reader.close()
-    for _ in range(1000):
-        if not writer.arena.share.frozen:
-            break
-        writer.get(12)
+    settled(lambda: not writer.arena.share.frozen)
     writer.get(13)
     assert writer.cache.holds(13), "after it has left, rows may go again"
     writer.close()

@@ -15,7 +15,7 @@ from support.budgets import config as budget_config
 from support.budgets import machine as budget_machine
 from support.cuda_fakes import FakeLocker
 from support.fake_moe import FakeModel, FakePacks, Passes, bits_equal, open_tiers, tiers
-from support.keepers import keeper, start_keeper
+from support.keepers import keeper, settled, start_keeper
 from support.wrapped_packs import WrappedPack
 from ziggurat.allocators import lockers
 from ziggurat.allocators.errors import PageLockError
@@ -193,11 +193,7 @@ def test_an_engine_goes_on_when_the_process_is_killed_and_the_next_one_starts_an
     serve(packs, model, service)
     process.kill()
     process.wait()
-    for _ in range(1000):
-        if role(service) == "orphan":
-            break
-        threading.Event().wait(0.01)
-    assert role(service) == "orphan"
+    settled(lambda: role(service) == "orphan")
     serve(packs, model, service, 8)
     other, _ = opened(packs, tmp_path / "socket")
     assert role(other) == "own"

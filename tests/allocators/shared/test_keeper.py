@@ -140,11 +140,7 @@ def test_nothing_is_evicted_while_somebody_reads(path: Path, segments: Segments)
 
 
 def thawed(arena: SharedArena) -> None:
-    for _ in range(1000):
-        if not arena.share.frozen:
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("still frozen")
+    settled(lambda: not arena.share.frozen)
 
 
 def test_a_writer_that_follows_while_somebody_reads_evicts_nothing(path: Path, segments: Segments) -> None:
