@@ -33,15 +33,19 @@ class PageRows:
     `close()` was called *and* the last tensor or memoryview of it is gone: a view never dangles.
     huge: for memory that a device will read: it starts on a 2 MiB boundary and asks for 2 MiB pages, which are faster
     to touch, to lock and to map; and a forked child does not have it, since copying on write would move pages away
-    from under the device.
+    from under the device. aligned: the row that starts on such a boundary. spare: bytes of address space behind the
+    last row.
     Raises GeometryError for a shape that cannot be, AllocationError if the kernel refuses the memory.
     """
 
-    def __init__(self, what: str, rows: int, stride: int, *, huge: bool = False) -> None:
+    def __init__(
+        self, what: str, rows: int, stride: int, *, huge: bool = False, aligned: int = 0, spare: int = 0
+    ) -> None:
         check_geometry(what, rows, stride)
         self._what, self.rows, self.stride = what, rows, stride
+        self.seam = 0  # bytes up to where memory of another kind begins
         # The kernel hands out address space on 4 KiB boundaries; what it does not need is never touched.
-        spare = HUGE_PAGE - PAGE if huge else 0
+        spare += HUGE_PAGE - PAGE if huge else 0
         try:
             # Private: a shared mapping would be counted as shared memory and stay in forked children.
             self._mapping: mmap.mmap | None = mmap.mmap(
@@ -54,7 +58,7 @@ class PageRows:
             raise AllocationError(what, "the kernel", self.nbytes, have, "lower its size") from error
         # numpy holds the buffer open for as long as a tensor on it lives; torch.frombuffer would not.
         array = np.frombuffer(self._mapping, dtype=np.uint8)
-        self._first = -array.ctypes.data % HUGE_PAGE if huge else 0
+        self._first = -(array.ctypes.data + aligned * stride) % HUGE_PAGE if huge else 0
         if huge:
             _advise(self._mapping, mmap.MADV_HUGEPAGE)
             _advise(self._mapping, mmap.MADV_DONTFORK)
@@ -78,6 +82,11 @@ class PageRows:
             raise ClosedError(f"{self._what} is closed")
         start = self._first + row * self.stride
         return memoryview(self._mapping)[start : start + self.stride]
+
+    def _advise_all(self, advice: int) -> None:
+        """Advice about the whole mapping, whatever it is made of by now. OSError if the kernel has no use for it."""
+        if self._mapping is not None:
+            self._mapping.madvise(advice)
 
     def close(self) -> None:
         """Lets go of the memory; closing twice does nothing."""

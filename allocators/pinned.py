@@ -39,7 +39,8 @@ class PinnedArena(RowPlaces):
 
     node: the NUMA node, None binds nothing and asks nothing. locker: how pages are locked, None registers them with
     CUDA (device 0's context). progress: see `Progress`. chunk_bytes: locked at a time, at least one row.
-    threads: at most so many; None for as many as this process has CPUs, up to 16.
+    threads: at most so many; None for as many as this process has CPUs, up to 16. memory: rows that are there already,
+    with content perhaps; they are locked, and neither bound nor touched.
 
     `close()` unlocks at once: whoever copies out of the arena on a device waits for that first.
     Raises GeometryError for a shape that cannot be, AllocationError if there is no memory, NumaError and
@@ -58,10 +59,12 @@ class PinnedArena(RowPlaces):
         progress: Progress | None = None,
         chunk_bytes: int = _CHUNK,
         threads: int | None = None,
+        memory: PageRows | None = None,
     ) -> None:
         check_geometry(_WHAT, places, stride)
         locker = CudaLocker() if locker is None else locker
-        super().__init__(PageRows(_WHAT, places, stride, huge=True))
+        super().__init__(PageRows(_WHAT, places, stride, huge=True) if memory is None else memory)
+        self._fresh = memory is None
         self.device_pointer: int | None = None
         self._locked: list[tuple[int, int]] = []
         # Memory that is unmapped while it is registered would stay locked; at exit the driver cleans up by itself.
@@ -69,15 +72,20 @@ class PinnedArena(RowPlaces):
         self._unlock.atexit = False
         address = self._rows.tensor.data_ptr()
         try:
-            if node is not None:
+            if node is not None and self._fresh:
                 numa.bind(address, self.nbytes, node)
             chunk = max(1, chunk_bytes // stride) * stride
-            ranges = [(start, min(chunk, self.nbytes - start)) for start in range(0, self.nbytes, chunk)]
+            # A driver may lock one kind of memory at a time only.
+            ranges = [
+                (start, min(chunk, end - start))
+                for begin, end in ((0, self._rows.seam), (self._rows.seam, self.nbytes))
+                for start in range(begin, end, chunk)
+            ]
             views = self._prepare(address, ranges, locker, progress, threads or _threads(len(ranges)))
             self.device_pointer = _device_pointer(views)
             if self.device_pointer is None and any(view is not None for _, view in views):
                 self.device_pointer = self._lock_whole(address, locker)
-            if node is not None:
+            if node is not None and self._fresh:
                 numa.audit(_WHAT, address, self.nbytes, node)
         except BaseException:
             self.close()
@@ -96,7 +104,7 @@ class PinnedArena(RowPlaces):
 
         def prepare(start: int, count: int) -> tuple[int, int, int | None]:
             try:
-                if not stop.is_set():
+                if self._fresh and not stop.is_set():
                     populate(_WHAT, address + start, count)
                 if stop.is_set():
                     return start, 0, None  # another chunk has failed; its error is the one that counts

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -58,6 +59,11 @@ class WrappedArena:
     @property
     def device_pointer(self) -> int | None:
         return self._inner.device_pointer
+
+    @property
+    def share(self) -> Any:
+        """The `ArenaShare` of a shared arena below, None of any other."""
+        return getattr(self._inner, "share", None)
 
     def view(self, place: int) -> memoryview:
         return self._inner.view(place)

@@ -192,12 +192,54 @@ def policies(result: Mapping[str, Any]) -> str:
     return policy_tables.policies(result, markdown, _origin)
 
 
+def restart(result: Mapping[str, Any]) -> str:
+    """Hit rates around a restart, a pool a row; then the seconds until an arena is full again."""
+    hits, arena = result["hits"], result["arena"]
+    window = hits["window"]
+    rows = [
+        [
+            f"pool of {size} of the experts",
+            f"{found['steady_hit_rate']:.1%}",
+            f"{found['going_on_first_window']:.1%}",
+            f"{found['warm_first_window']:.1%}",
+            f"{found['warm_of_steady']:.1%}",
+            f"{found['cold_first_window']:.1%}",
+        ]
+        for size, found in hits["pools"].items()
+    ]
+    header = [
+        "hit rate",
+        "steady",
+        f"same {window} steps, not restarted",
+        f"first {window} steps, warm start",
+        "of the steady rate",
+        "cold start",
+    ]
+    gib = arena["bytes"] / 2**30
+    how = "past the page cache" if arena["direct"] else "through the page cache"
+    names = {
+        "read": f"read from the pack, {how}",
+        "found": "found in the arena, checksums compared",
+        "found, not verified": "the same with `tiers.disk.verify: never`",
+    }
+    times = [[names[name], f"{min(seconds):.2f} s"] for name, seconds in arena["seconds"].items()]
+    return "\n".join(
+        [
+            markdown(header, rows),
+            f"{_origin(hits)}\n",
+            markdown([f"{gib:.1f} GiB of rows in the arena", "after"], times),
+            f"{_origin(arena)}\n",
+        ]
+    )
+
+
 RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "scrape_cost": scrape_cost,
     "heldout_loss": heldout_loss,
     "throughput": throughput,
     "boot": boot,
     "packing": packing,
+    "restart": restart,
     "admission_policy": lambda result: study_tables.admission_policy(result, markdown),
     "lookahead": lambda result: study_tables.lookahead(result, markdown),
     "policies": policies,

@@ -9,14 +9,18 @@ from ziggurat.allocators.disk import DiskFacts
 from ziggurat.allocators.errors import NumaError
 from ziggurat.allocators.limits import HostLimits
 from ziggurat.allocators.memlock_trial import registration_counts
+from ziggurat.allocators.shared.errors import SharedArenaError
+from ziggurat.allocators.shared.lease import ask_status
 from ziggurat.allocators.topology import Gpu, GpuSurvey, choose_node, gpus, numa_nodes, visible_gpus
 from ziggurat.integration.device import resolve_device
 from ziggurat.kernels.cuda.units import MINIMUM_DRIVER, OLDEST_CAPABILITY
-from ziggurat.residency.budget import MachineLimits
+from ziggurat.residency.budget import MachineLimits, memory_reserve
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.errors import ConfigError
+from ziggurat.residency.ledger import arena_key
 from ziggurat.residency.sizes import format_bytes
 from ziggurat.stores.pack import BUILDING_SUFFIX
+from ziggurat.stores.packformat import PackHeader
 
 __all__ = ["machine_limits"]
 
@@ -28,6 +32,7 @@ def machine_limits(
     tp_size: int = 1,
     rank: int | None = None,
     workspace: int = 0,
+    headers: Iterable[PackHeader] = (),
 ) -> MachineLimits:
     """What the machine has left now. `packs`: where the pack of each rank is or will be.
 
@@ -55,6 +60,7 @@ def machine_limits(
         memory_may_grow=host.memory_may_grow,
         cgroup_headroom=None if host.cgroup is None else host.cgroup.headroom,
         memlock=host.memlock if cuda is None else cuda.memlock,
+        arena_room=_arena_room(config, headers),
         device_free=None if cuda is None else cuda.free,
         device_workspace=0 if cuda is None else workspace,
         nodes=() if cuda is None else cuda.nodes,
@@ -66,6 +72,21 @@ def machine_limits(
         packs_building=building,
         direct_io=disk.direct_io,
     )
+
+
+def _arena_room(config: TiersConfig, headers: Iterable[PackHeader]) -> int | None:
+    """What the arena process can give to these packs' arenas, with what they have there; None if there is none."""
+    if config.tiers.host.share is None:
+        return None
+    try:
+        found = ask_status(config.tiers.host.share)
+    except SharedArenaError:
+        return None
+    keys = {arena_key(header) for header in headers}
+    ours = sum(one.bytes for one in found.arenas if one.idle or one.key in keys)
+    room = found.limit - sum(one.bytes for one in found.arenas) + ours
+    have = found.allocatable
+    return max(0, room if have is None else min(room, have - memory_reserve(have) + ours))
 
 
 class _Cuda:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ziggurat.allocators.errors import AllocatorError
 from ziggurat.integration.machine import machine_limits
-from ziggurat.integration.packing import encoder_for, pack_paths, require_packs
+from ziggurat.integration.packing import encoder_for, pack_paths, require_packs, wanted_headers
 from ziggurat.kernels.cuda.errors import LayerError
 from ziggurat.kernels.cuda.workspace import check_shape, part_tokens, workspace_bytes
 from ziggurat.kernels.errors import CodecError
@@ -55,7 +55,8 @@ def plan_for(
     row_bytes = encoder_for(checkpoint, config.codecs.base).row_bytes(tp_size)
     paths = pack_paths(checkpoint, config, tp_size)
     workspace = kernel_workspace(checkpoint, tp_size, max_tokens)
-    machine = machine_limits(config, paths, tp_size=tp_size, workspace=workspace)
+    headers = wanted_headers(checkpoint, config, tp_size)
+    machine = machine_limits(config, paths, tp_size=tp_size, workspace=workspace, headers=headers)
     machine = replace(machine, packs_buildable=checkpoint.has_experts)
     if machine.device != "cpu":
         check_shape(_rank_geometry(checkpoint, tp_size), checkpoint.experts, checkpoint.top_k)

@@ -15,6 +15,8 @@ from ziggurat.residency.inline.choice import SERVINGS, Serving
 from ziggurat.residency.inline.layers import InlineCounts
 from ziggurat.residency.late_passes import LateCounts
 from ziggurat.residency.layer_figures import set_heat
+from ziggurat.residency.ledger import Ledger
+from ziggurat.residency.metric_specs import SHARES
 from ziggurat.residency.metrics import MetricWriter, TierMetrics
 from ziggurat.residency.pack_books import PackBooks
 from ziggurat.residency.passes import StepResult, StepState
@@ -141,6 +143,28 @@ class Account:
         """Rows that are read in place."""
         with self._metrics.writing():
             self._metrics.set("ziggurat_direct_rows", rows)
+
+    def sharing(self, ledger: Ledger | None, *, wanted: bool, adopted: int) -> None:
+        """What this engine is to a shared arena, now and when the arena process is gone. wanted: it was asked for."""
+        if not wanted:
+            return
+
+        def show() -> None:
+            role = "own" if ledger is None else ledger.role
+            with self._metrics.behind.writing():
+                for one in SHARES:
+                    self._metrics.behind.set("ziggurat_arena_share_ratio", float(one == role), one)
+
+        show()
+        with self._metrics.behind.writing():
+            self._metrics.behind.set("ziggurat_arena_adopted_rows", adopted)
+        if ledger is not None:
+            ledger.when_lost(show)
+
+    def preheating(self, rows: int) -> None:
+        """Rows that the background thread of a start has still to look at."""
+        with self._metrics.behind.writing():
+            self._metrics.behind.set("ziggurat_preheat_rows", rows)
 
     def unarmed_call(self) -> None:
         with self._metrics.writing():

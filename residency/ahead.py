@@ -53,7 +53,11 @@ class ReadingAhead:
         if self._preheater is not None:
             self._preheater.close()
         self._preheater = Preheater(
-            self._cache, order, self._batch, lambda report: self._account.filled(report, "start")
+            self._cache,
+            order,
+            self._batch,
+            lambda report: self._account.filled(report, "start"),
+            self._account.preheating,
         )
         self._preheater.start()
 

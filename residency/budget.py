@@ -117,6 +117,12 @@ class _Planner:
             if have is not None
         ]
         self.share = min(spendable) // tp_size if spendable else None  # of host memory, for each rank
+        # Of the memory of an arena process, for all that are planned; None: arenas are the engine's own.
+        self.room = None if self.host.share is None else machine.arena_room
+        if self.host.share is not None and self.room is None:
+            self.notes.append(
+                f"tiers.host.share: no arena process at {self.host.share}, so this engine has an arena of its own"
+            )
 
     def _node(self, rank: int) -> int | None:
         """The NUMA node of a rank's pinned arena."""
@@ -153,6 +159,7 @@ class _Planner:
             ranks=ranks,
             checks=tuple(self._checks(ranks, kind, pack_bytes)),
             notes=tuple(dict.fromkeys(self.notes)),
+            arena_shared=self.room is not None and kind != "none",
         )
 
     def _arena_kind(self) -> ArenaKind:
@@ -184,7 +191,9 @@ class _Planner:
             pool_bytes=pool_rows * self.stride,
             arena_rows=arena_rows,
             arena_bytes=arena_rows * self.stride,
-            staging_bytes=0 if arena_rows else min(self.disk.readers, self.total) * self.stride,
+            staging_bytes=0
+            if arena_rows and self.room is None
+            else min(self.disk.readers, self.total) * self.stride,
             coverage=pool_rows / self.total,
             pinned_bytes=arena_rows * self.stride if kind == "pinned" else 0,
             numa_node=self._node(rank) if kind == "pinned" and arena_rows else None,
@@ -279,6 +288,8 @@ class _Planner:
         )
         if kind == "pinned":
             rooms += self._pinned_rooms(rank)
+        if self.room is not None:
+            rooms = [Room(self.room // len(self.planned), "the arena process", "raise its --limit for more")]
         tightest = min(rooms, key=lambda room: room.nbytes, default=None)
         rows = self.total if tightest is None else min(self.total, tightest.nbytes // self.stride)
         if rows < self.arena_floor:
@@ -304,6 +315,8 @@ class _Planner:
     def _arena_bound(self, rank: int, kind: ArenaKind, pool_rows: int) -> int | None:
         """Rows of arena that fit this rank's share of host memory and of its node, and its locked-memory limit."""
         bounds = []
+        if self.room is not None:
+            return self.room // len(self.planned) // self.stride
         if self.share is not None:
             bounds.append(self.share - (pool_rows * self.stride if self.on_cpu else 0))
         if kind == "pinned" and self.machine.memlock is not None:
@@ -397,7 +410,7 @@ class _Planner:
                 "raise the limit (ulimit -l), lower tiers.host.size, or set tiers.host.on_limit: pageable",
                 f"arena{self._of_rank(largest)}",
             )
-        for node, available in self.machine.node_available:
+        for node, available in self.machine.node_available if self.room is None else ():
             wanted = sum(one.pinned_bytes for one in ranks if one.numa_node == node)
             if wanted:
                 reserve = memory_reserve(available)
@@ -426,7 +439,7 @@ class _Planner:
 
     def _asked_arena_checks(self, ranks: tuple[RankPlan, ...]) -> Iterable[Check]:
         """Bytes asked for that no memory limit allows are a mistake, also where fewer hold every expert."""
-        size, share = self.host.size, self.share
+        size, share = self.host.size, self.share if self.room is None else None
         if size.kind != "bytes" or share is None or self.host.on_limit == "shrink":
             return
         asked = int(size.amount)
@@ -444,6 +457,17 @@ class _Planner:
 
     def _memory_checks(self, ranks: tuple[RankPlan, ...]) -> Iterable[Check]:
         arena = sum(one.arena_bytes for one in ranks)
+        if self.room is not None:
+            yield Check(
+                "arena process",
+                arena,
+                self.room,
+                "bytes",
+                "tiers.host.size",
+                "lower tiers.host.size, raise the --limit of `ziggurat arena`, or set tiers.host.share: null",
+                "arenas, in its memory and not the engine's",
+            )
+            arena = 0
         staging = sum(one.staging_bytes for one in ranks)
         pool = sum(one.pool_bytes for one in ranks) if self.on_cpu else 0
         parts = {"arena": arena, "reads in flight": staging, "pool": pool}

@@ -23,9 +23,10 @@ class MachineLimits:
     what is locked here; `device_free` the free memory of the fullest of the devices (on the CPU the pool is host
     memory) and `device_workspace` what kernels take of it beside the pool; `nodes` the NUMA node that each rank's
     arena is bound to (None, or a rank that is not listed: to none) and `node_available` what can be taken from each
-    node; `notes` what the machine's limits leave to say; `packs_built` how many ranks' packs are complete, and
-    `packs_building` the bytes that unfinished builds of the others take on disk already; `packs_buildable` whether
-    they can be built here at all.
+    node; `arena_room` what the process at `tiers.host.share` can still give to this model's arenas, or has given to
+    them already (None: there is none); `notes` what the machine's limits leave to say; `packs_built` how many ranks'
+    packs are complete, and `packs_building` the bytes that unfinished builds of the others take on disk already;
+    `packs_buildable` whether they can be built here at all.
     """
 
     device: str = "cpu"
@@ -37,6 +38,7 @@ class MachineLimits:
     device_workspace: int = 0
     nodes: tuple[int | None, ...] = ()
     node_available: tuple[tuple[int, int], ...] = ()
+    arena_room: int | None = None
     notes: tuple[str, ...] = ()
     disk_free: int | None = None
     disk_writable: bool = True

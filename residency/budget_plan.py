@@ -89,7 +89,10 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Bytes and rows of every tier, the floors, and every check. `rows` and `pack_bytes` are one rank's."""
+    """Bytes and rows of every tier, the floors, and every check. `rows` and `pack_bytes` are one rank's.
+
+    `arena_shared`: the arenas are memory of the arena process, not of the engine.
+    """
 
     device: str
     codec: str
@@ -104,6 +107,7 @@ class Plan:
     ranks: tuple[RankPlan, ...]
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
+    arena_shared: bool = False
 
     @property
     def ok(self) -> bool:

@@ -180,6 +180,7 @@ class HostTierConfig(_Section):
     size: ConfigSize = Size("auto")
     numa: Annotated[str | int, BeforeValidator(_read_numa)] = "gpu-local"
     on_limit: Literal["refuse", "shrink", "pageable"] = "refuse"
+    share: OptionalPath = None
 
 
 class DeviceTierConfig(_Section):

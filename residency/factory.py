@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from ziggurat.allocators.shared.errors import SharedArenaError
 from ziggurat.kernels.codecs.base import Codec
 from ziggurat.residency.budget import MachineLimits, ModelFacts, plan
 from ziggurat.residency.budget_plan import Plan, RankPlan
@@ -15,12 +17,23 @@ from ziggurat.residency.consensus import Consensus, LocalConsensus
 from ziggurat.residency.describe import describe_budget, describe_link
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.metrics import TierMetrics
-from ziggurat.residency.placement import Placement, map_arena, open_arena, open_kernels, open_pool, open_ring
+from ziggurat.residency.placement import (
+    Placement,
+    map_arena,
+    open_arena,
+    open_kernels,
+    open_pool,
+    open_ring,
+    open_shared_arena,
+)
 from ziggurat.residency.ports import ExpertOps, RowArena, RowPack, RowPool
 from ziggurat.residency.runtime_errors import UnsupportedDeviceError
 from ziggurat.residency.service import ExpertService
 from ziggurat.residency.streaming.ring import StagingRing
 from ziggurat.residency.streaming.sizing import LEAST_ROWS, RingShape, auto_rows, ring_of
+from ziggurat.stores.packformat import PackHeader
+
+logger = logging.getLogger(__name__)
 
 
 class ModelSource(Protocol):
@@ -95,7 +108,7 @@ def open_service(
         if shape.total:
             ring = open_ring(place, shape, pack.header.stride)
         kernels = open_kernels(place, geometry, codec)
-        arena = _arena(config, place, one, kind, pack.header.stride)
+        arena = _arena(config, place, one, kind, pack.header)
         metrics = metrics or TierMetrics()
         describe_budget(metrics, whole)
         if place.on_gpu:
@@ -150,9 +163,26 @@ def _needs_ring(config: TiersConfig, consensus: Consensus) -> bool:
     return config.miss.mode == "inline" or (config.miss.mode == "auto" and consensus.size > 1)
 
 
-def _arena(config: TiersConfig, place: Placement, one: RankPlan, kind: str, stride: int) -> RowArena | None:
+def _arena(
+    config: TiersConfig, place: Placement, one: RankPlan, kind: str, header: PackHeader
+) -> RowArena | None:
     """This rank's arena. Without one rows still pass through host memory on their way to a GPU; few places do."""
-    host = config.tiers.host
+    host, stride = config.tiers.host, header.stride
+    if one.arena_rows and host.share is not None:
+        private = min(config.tiers.disk.readers, header.rows)
+        try:
+            return open_shared_arena(
+                place,
+                host.share,
+                header,
+                one.arena_rows,
+                private,
+                kind=kind,
+                numa=host.numa,
+                on_limit=host.on_limit,
+            )
+        except SharedArenaError as error:
+            logger.warning("tiers.host.share: %s; this engine has an arena of its own", error)
     if one.arena_rows:
         return open_arena(place, one.arena_rows, stride, kind=kind, numa=host.numa, on_limit=host.on_limit)
     if not place.on_gpu:

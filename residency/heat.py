@@ -50,6 +50,12 @@ class HeatKey:
         return f"{self.codec}.{self.identity[:20]}.tp{tp_rank}of{tp_size}.heat.safetensors"
 
 
+def heat_file(header: PackHeader, folder: Path | None) -> tuple[HeatKey, Path | None]:
+    """The heat of a pack's rows, and where it is kept: in `folder`, or nowhere."""
+    key = HeatKey.of(header)
+    return key, None if folder is None else folder / key.filename_of(header)
+
+
 class HeatMap:
     """float64 [layers, experts] of decayed routing counts."""
 

@@ -108,13 +108,19 @@ class HostCache(HostPlaces):
             short = absent[len(self._free) + len(self._between()) :]
             unused = [] if displaces_used else self._coldest_unused(len(short), heat_of)
             for _, heat in short:
-                victim = self.policy.victim(self._busy()) if displaces_used else next(iter(unused), None)
+                victim = self._displaced(unused, displaces_used)
                 if victim is None or heat_of(victim) >= heat:
                     break
                 del unused[:1]
                 self._retire(victim)
             self._rest()
         return self.fill(absent, limit)
+
+    def _displaced(self, unused: Sequence[int], displaces_used: bool) -> int | None:
+        """The key that makes room for a hotter one."""
+        if not self._may_evict():
+            return None
+        return self.policy.victim(self._busy()) if displaces_used else next(iter(unused), None)
 
     def read_early(self, keys: Iterable[int], spare: int) -> FillReport:
         """Read rows that a scan is about to ask for into idle staging places, all but `spare` of them; for a
@@ -152,16 +158,23 @@ class HostCache(HostPlaces):
         HostCacheError if they are more than the free places, or if one of them cannot be read.
         """
         with self._changed:
-            if len(keys) > len(self._free):
+            found = [key for key in keys if key in self._place_of]  # adopted
+            for key in found:
+                self.policy.remove(key)
+                self._unused.discard(key)
+            absent = [key for key in keys if key not in self._place_of]
+            while len(self._free) < len(absent) and (victim := self._victim()) is not None:
+                self._free.append(self._unbind(victim))
+            if len(absent) > len(self._free):
                 raise HostCacheError(
-                    f"{len(keys)} rows want a place for good, and the host arena has {len(self._free)} beside those"
+                    f"{len(absent)} rows want a place for good, and the host arena has {len(self._free)} beside those"
                     " for reads in flight; raise tiers.host.size, or take layers out of tiers.device.direct_layers"
                 )
-            plan = [Reservation(key, 0.0, self._free.pop()) for key in keys]
+            plan = [Reservation(key, 0.0, self._free.pop()) for key in absent]
             self._fixed.update(keys)
-            self._reading.update(keys)
+            self._reading.update(absent)
         faults: list[RowFault] = []
-        for batch in self._read(plan, dict.fromkeys(keys, 0.0), epoch=0):
+        for batch in self._read(plan, dict.fromkeys(absent, 0.0), epoch=0) if plan else ():
             faults += batch.faults
         if faults:
             layer, expert = divmod(faults[0].key, self._experts)
@@ -169,7 +182,7 @@ class HostCache(HostPlaces):
                 f"{len(faults)} rows of tiers.device.direct_layers could not be read; expert {expert} of layer "
                 f"{self._pack.header.layer_ids[layer]} first: {faults[0].reason}"
             )
-        return {item.key: item.place for item in plan}
+        return {key: self._place_of[key] for key in keys}
 
     @contextmanager
     def _reading_for_a_step(self) -> Iterator[None]:
@@ -193,6 +206,7 @@ class HostCache(HostPlaces):
     def _find(self, remaining: dict[int, float], epoch: int) -> RowBatch:
         batch = RowBatch()
         with self._changed:
+            self._learn()
             self.policy.routed(self._layer_of(remaining), NO_IDS)
             for key in [key for key in remaining if key in self._place_of]:
                 place = self._place_of[key]
@@ -245,6 +259,9 @@ class HostCache(HostPlaces):
             for item in plan
         ]
         places = {item.key: item.place for item in plan}
+        for item in plan:
+            if item.role == "cache" and self._ledger is not None:
+                self._ledger.fill(item.place)
         results = self._pack.read_rows(requests)
         try:
             for result in results:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Mapping
 
 from ziggurat.residency.host_rows import ArrivedRow, Reservation, RowBatch, Source
+from ziggurat.residency.ledger import Ledger
 from ziggurat.residency.policies.base import EvictionPolicy
 from ziggurat.residency.ports import RowArena, RowPack
 from ziggurat.residency.runtime_errors import HostCacheError
@@ -25,10 +26,18 @@ class HostPlaces:
     arena: all its places belong to this object. policy: empty; holds the keys that can be found. staging: how many
     places never cache (at least 1; all of them if the arena has no more; none if the arena has a place for every row
     of the pack and no more, since then every read has a place of its own). experts: per layer, to split keys.
+    ledger: of an arena that others share; its private places are the staging then, and rows that are there are found.
     """
 
     def __init__(
-        self, pack: RowPack, arena: RowArena, policy: EvictionPolicy, *, experts: int, staging: int
+        self,
+        pack: RowPack,
+        arena: RowArena,
+        policy: EvictionPolicy,
+        *,
+        experts: int,
+        staging: int,
+        ledger: Ledger | None = None,
     ) -> None:
         if arena.places < 1 or staging < 1:
             raise HostCacheError(
@@ -40,6 +49,8 @@ class HostPlaces:
         self.stride = arena.stride
         rows = pack.header.layers * pack.header.experts
         self.staging = min(staging, arena.places if arena.places < rows else arena.places - rows)
+        if ledger is not None:
+            self.staging = ledger.private
         self.evictions = 0
         self.ahead_used = 0  # rows that were read before anybody asked for them, and then asked for
         self.waits = 0  # requests that found no place and had to wait for another thread or step
@@ -48,6 +59,7 @@ class HostPlaces:
         self._experts = experts
         self._changed = threading.Condition()
         self._place_of: dict[int, int] = {}
+        self._ledger = ledger
         self._free = list(range(arena.places - 1, self.staging - 1, -1))
         self._staging = StagingPlaces(range(self.staging))
         self._ahead: set[int] = set()  # found keys that were read ahead and that nobody has asked for
@@ -58,6 +70,7 @@ class HostPlaces:
         self._readers: list[list[int]] = [[] for _ in range(arena.places)]  # epochs that may read a place
         self._open_epochs: set[int] = set()
         self._last_epoch = 0
+        self.adopted = 0 if ledger is None else self._adopt(ledger)  # rows that were there before
 
     @property
     def capacity(self) -> int:
@@ -77,11 +90,44 @@ class HostPlaces:
     def replaceable(self) -> bool:
         """Whether the pack has rows that are not here, and there is a free place or one whose row nobody has used."""
         header = self._pack.header
-        return bool(self._free or self._unused) and self.used < header.layers * header.experts
+        evictable = self._unused if self._may_evict() else ()
+        return bool(self._free or evictable) and self.used < header.layers * header.experts
 
     def holds(self, key: int) -> bool:
         """Whether the arena has the row of `key` right now."""
         return key in self._place_of
+
+    # -- an arena that others share ----------------------------------------------------------------------------
+
+    def _adopt(self, ledger: Ledger) -> int:
+        """Rows that the arena's memory held before this cache was made can be found from now on. How many there are."""
+        ledger.guarded_by(self._changed)
+        with self._changed:
+            self._learn()
+            self._free = list(reversed(ledger.free()))  # also the places of rows that were refused
+            return len(self._place_of)
+
+    def rank(self, heat_of: Callable[[int], float]) -> None:
+        """If rows were adopted, put all that can be evicted in the order of heat, as if they had been filled in it."""
+        with self._changed:
+            evictable = self._place_of.keys() - self._fixed if self.adopted else ()
+            for key in sorted(evictable, key=lambda key: (-heat_of(key), key)):
+                self.policy.remove(key)
+                self.policy.seed(key, heat_of(key))
+
+    def _learn(self) -> None:
+        """Rows that another process has published meanwhile."""
+        if self._ledger is not None:
+            for key, place in self._ledger.news().items():
+                if key not in self._place_of:
+                    self._bind(key, place)
+                    self.policy.seed(key, 0.0)
+                    self._unused.add(key)
+
+    def _may_evict(self) -> bool:
+        return self._ledger is None or not self._ledger.frozen
+
+    # -- epochs ------------------------------------------------------------------------------------------------
 
     def open_epoch(self) -> int:
         """Start of a step. Places given out under this epoch stay untouched until it is closed or settled."""
@@ -123,7 +169,10 @@ class HostPlaces:
         """HostCacheError unless every place has exactly one role, with no read in progress. For tests."""
         with self._changed:
             roles = [*self._free, *self._staging.places(), *self._place_of.values(), *self._between()]
-            if sorted(roles) != list(range(self._arena.places)) or self._reading:
+            places = range(self._arena.places)
+            # Of shared places some may be lost, and a reader has a role for published ones only.
+            each = sorted(roles) == list(places) if self._ledger is None else len(set(roles)) == len(roles)
+            if not each or not set(roles) <= set(places) or self._reading:
                 raise HostCacheError(
                     f"places {sorted(roles)} have a role, rows {self._reading} are being read"
                 )
@@ -173,7 +222,7 @@ class HostPlaces:
 
     def _victim(self) -> int | None:
         """A key whose place may be written to at once."""
-        return self.policy.victim(self._busy())
+        return self.policy.victim(self._busy()) if self._may_evict() else None
 
     def _bind(self, key: int, place: int) -> None:
         """The row of `key` is in `place` from now on."""
@@ -185,7 +234,10 @@ class HostPlaces:
         self._unused.discard(key)
         self._ahead.discard(key)
         self.evictions += 1
-        return self._place_of.pop(key)
+        place = self._place_of.pop(key)
+        if self._ledger is not None:
+            self._ledger.vacate(place)
+        return place
 
     def _plan(self, remaining: Mapping[int, float], keep: bool, insist: bool) -> list[Reservation]:
         """Places for remaining keys, in their order, as far as there are any.
@@ -231,6 +283,8 @@ class HostPlaces:
         if item.role == "early":
             self._staging.keep(item.key, item.place)
             return
+        if self._ledger is not None:
+            self._ledger.publish(item.place, item.key)
         self._bind(item.key, item.place)
         if item.key in self._fixed:
             return
@@ -245,6 +299,8 @@ class HostPlaces:
     def _release(self, item: Reservation) -> None:
         if item.role == "cache":
             self._free.append(item.place)
+            if self._ledger is not None:
+                self._ledger.vacate(item.place)
         else:
             self._staging.give(item.place)
         if item.role != "staging":

@@ -64,6 +64,7 @@ _LADDER = (("tier", ("pool", "arena", "pack")),)
 _ROUTE = (("source", ("arena", "pack")), ("target", ("pool", "arena", "staging")))
 _SOURCE = (("source", ("arena", "pack")),)
 READ_AHEAD = ("start", "heat", "pool", "layers")
+SHARES = ("writer", "reader", "orphan", "own")
 PHASES = ("prefill", "decode", "untold")
 WRITTEN_BACK = ("yes", "no")
 STEP_PARTS = ("first_pass", "repeated_passes", "fetch")
@@ -73,6 +74,7 @@ HOTTEST_TENTH = 0.10
 """The part of a layer's experts whose share of its routings is exported."""
 BUDGET = (
     "arena floor",
+    "arena process",
     "arena size",
     "cgroup memory",
     "device memory",
@@ -194,6 +196,21 @@ METRICS: tuple[MetricSpec, ...] = (
         "ziggurat_arena_misses_total",
         "counter",
         "Rows that a GPU wanted to fetch by itself and that were not in the arena",
+    ),
+    MetricSpec(
+        "ziggurat_arena_share_ratio",
+        "gauge",
+        "1 for what an engine with tiers.host.share is to the arena: its writer, a reader, an orphan whose arena"
+        " process is gone, or the owner of an arena of its own, since there was no shared one to be had",
+        labels=(("role", SHARES),),
+    ),
+    MetricSpec(
+        "ziggurat_arena_adopted_rows", "gauge", "Rows that were in the arena's memory when this engine began"
+    ),
+    MetricSpec(
+        "ziggurat_preheat_rows",
+        "gauge",
+        "Rows that the start still wants to read into the arena, in the background",
     ),
     MetricSpec("ziggurat_evictions_total", "counter", "Rows that had to leave a tier", labels=(_TIER,)),
     MetricSpec("ziggurat_io_errors_total", "counter", "Rows that could not be read from the pack"),

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -15,11 +16,13 @@ from ziggurat.kernels.cpu.layer import CpuLayerKernels
 from ziggurat.kernels.geometry import ExpertGeometry
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.inline.choice import MappedArena
+from ziggurat.residency.ledger import arena_key, arena_label
 from ziggurat.residency.ports import LayerKernels, RowArena, RowPool
 from ziggurat.residency.runtime_errors import UnsupportedDeviceError
 from ziggurat.residency.sizes import format_bytes
 from ziggurat.residency.streaming.ring import StagingRing
 from ziggurat.residency.streaming.sizing import RingShape
+from ziggurat.stores.packformat import PackHeader
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +133,43 @@ def open_arena(
     )
 
 
+def open_shared_arena(
+    place: Placement,
+    socket: Path,
+    header: PackHeader,
+    places: int,
+    private: int,
+    *,
+    kind: str,
+    numa: str | int,
+    on_limit: str,
+) -> RowArena:
+    """The same in the memory of the arena process at `socket`, behind `private` places for reads that are not kept.
+
+    SharedArenaError if that cannot be had: then an arena of one's own can.
+    """
+    from ziggurat.allocators import opening
+    from ziggurat.allocators.errors import PageLockError
+    from ziggurat.allocators.lockers import CudaLocker
+    from ziggurat.allocators.shared.arena import attach_arena
+    from ziggurat.allocators.shared.messages import Attach
+
+    pinned = kind == "pinned" and place.on_gpu
+    node = opening.arena_node(numa, place.device.index).node if pinned else None
+    key, label = arena_key(header), arena_label(header)
+    # Drivers lock pages for writing unless asked otherwise, and not all of them can be asked.
+    want = Attach(key, label, places, header.stride, node, writable=pinned)
+    if pinned:
+        try:
+            locker = CudaLocker(place.device.index)
+            return attach_arena(socket, want, private, locker=locker, progress=_progress())
+        except PageLockError as error:
+            if on_limit != "pageable":
+                raise
+            logger.warning("the arena is pageable, and copies from it are slower: %s", error)
+    return attach_arena(socket, want, private, progress=_progress())
+
+
 def map_arena(place: Placement, arena: RowArena | None) -> MappedArena:
     """The arena as kernels of the placement see it."""
     if arena is None:
@@ -176,7 +216,7 @@ def _progress() -> Callable[[int, int], None]:
         now = time.monotonic()
         if now - said >= _SAY_EVERY:
             said = now
-            logger.info("arena: %s of %s locked", format_bytes(ready), format_bytes(whole))
+            logger.info("arena: %s of %s ready", format_bytes(ready), format_bytes(whole))
 
     return say
 

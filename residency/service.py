@@ -27,7 +27,7 @@ from ziggurat.residency.errors import ResidencyError
 from ziggurat.residency.fetch import Entry, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.geometry_check import check_geometry
-from ziggurat.residency.heat import HeatKey, HeatMap, HeatNote, load_heat, save_heat
+from ziggurat.residency.heat import HeatMap, HeatNote, heat_file, load_heat, save_heat
 from ziggurat.residency.host_cache import HostCache, RowFault
 from ziggurat.residency.host_policy import host_policy
 from ziggurat.residency.inline.ahead import LookingAhead
@@ -38,6 +38,7 @@ from ziggurat.residency.inline.layers import InlineLayers
 from ziggurat.residency.inline.parts import Hooks, Inline
 from ziggurat.residency.late_books import LateBooks
 from ziggurat.residency.layer import LayerRunner
+from ziggurat.residency.ledger import open_ledger
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import (
     PassMode,
@@ -139,10 +140,7 @@ class ExpertService:
         self._pack = pack
         self._arena = arena
         self._ring = ring
-        self._heat_key = HeatKey.of(pack.header)
-        self._heat_path = (
-            None if heat_folder is None else heat_folder / self._heat_key.filename_of(pack.header)
-        )
+        self._heat_key, self._heat_path = heat_file(pack.header, heat_folder)
         self._state: PassState | None = None
         self._in_step = False
         self._closed = False
@@ -164,9 +162,9 @@ class ExpertService:
         )
         check_lookahead(config.miss.lookahead, self.choice, whole_pool=pool.slots >= geometry.rows)
         kind = InlineCache if self.choice.serving == "inline" else HostCache
-        self.cache = kind(
-            pack, arena, host_policy(config.policy, geometry), experts=geometry.experts, staging=readers
-        )
+        policy = host_policy(config.policy, geometry)
+        ledger = open_ledger(arena, pack, config.tiers.disk.verify)
+        self.cache = kind(pack, arena, policy, experts=geometry.experts, staging=readers, ledger=ledger)
         self._fetcher = Fetcher(self.slots, self.cache)
         direct = open_direct(
             config.tiers.device.direct_layers, geometry, kernels, mapped, self.cache, pool.device
@@ -226,6 +224,7 @@ class ExpertService:
         self.lookahead = LookingAhead(self._layers)  # whose guesses are fetched (`miss.lookahead`)
         self._account = Account(metrics, geometry, self.slots, self.cache, self._fetcher, self.heat)
         self._account.serving(self.choice.serving)
+        self._account.sharing(ledger, wanted=config.tiers.host.share is not None, adopted=self.cache.adopted)
         self._account.direct(len(self._direct_keys))
         self._ahead = ReadingAhead(self.cache, self.slots, self.heat, self._account, batch=readers)
         self._fetcher.upcoming = self._ahead.upcoming
@@ -305,6 +304,7 @@ class ExpertService:
         note = HeatNote(False, "heat is switched off")
         if self._heat_path is not None:
             note = self._log(load_heat(self._heat_path, self._heat_key, self.heat))
+        self.cache.rank(lambda key: float(self.heat.counts.flat[key]))
         ranked = self.heat.order() if self._config.heat.warm_start else []
         ranked = [(key, heat) for key, heat in ranked if key not in self._direct_keys]
         if self.slots.slots >= self.geometry.rows - len(self._direct_keys) or self._fills_arena:

@@ -23,6 +23,7 @@ BENCHMARKS = {
     "inline-gather": ("bench/inline_gather.py", "the gather inside a graph against the link"),
     "admission": ("bench/admission_policy.py", "who chooses what leaves the pool, on recorded routing"),
     "lookahead": ("bench/lookahead.py", "guesses of the next layer's experts, and their worth"),
+    "restart": ("bench/restart.py", "hit rate after a restart, and an arena that is found again"),
     "serve": ("bench/serve.py", "vllm serve on a GPU, beside stock vLLM"),
 }
 """Name on the command line -> script in the checkout, and what it measures."""

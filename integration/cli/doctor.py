@@ -21,6 +21,8 @@ from ziggurat.allocators.disk import DiskFacts
 from ziggurat.allocators.errors import NumaError
 from ziggurat.allocators.limits import HostLimits
 from ziggurat.allocators.memlock_trial import registration_counts
+from ziggurat.allocators.shared.errors import SharedArenaError
+from ziggurat.allocators.shared.lease import ask_status
 from ziggurat.allocators.topology import Gpu, GpuSurvey, choose_node, gpus, numa_nodes, visible_gpus
 from ziggurat.integration.cli.options import ConfigOption
 from ziggurat.integration.device import resolve_device
@@ -101,6 +103,7 @@ def examine(config_path: Path | None) -> Iterator[Finding]:
         return
     yield Finding("configuration", "ok", str(path))
     yield from _device(config)
+    yield from _arena_process(config)
     yield from _model(config)
     yield from _pack_folder(config)
 
@@ -253,6 +256,25 @@ def _locked_memory(limits: HostLimits, *, needed: bool, counts: bool | None = No
         " --ulimit memlock=-1 for a container; or set tiers.host.on_limit: pageable"
     )
     return Finding("locked memory", "note", value, advice)
+
+
+def _arena_process(config: TiersConfig) -> Iterator[Finding]:
+    path = config.tiers.host.share
+    if path is None:
+        return
+    try:
+        found = ask_status(path)
+    except SharedArenaError as error:
+        advice = f"start `ziggurat arena --socket {path}`; without it an engine has an arena of its own"
+        yield Finding("arena process", "note", str(error), advice)
+        return
+    held = sum(one.bytes for one in found.arenas)
+    yield Finding(
+        "arena process",
+        "ok",
+        f"process {found.pid} keeps {len(found.arenas)} arenas of {format_bytes(held)}, at most"
+        f" {format_bytes(found.limit)}",
+    )
 
 
 def _device(config: TiersConfig) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from ziggurat.integration.cli import (
+    arena,
     bench,
     doctor,
     packs,
@@ -32,7 +33,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for module in (plan, doctor, packs, portable, serve, replay, simulate, trace, bench, top, report, verify):
+for module in (
+    plan,
+    doctor,
+    packs,
+    portable,
+    serve,
+    arena,
+    replay,
+    simulate,
+    trace,
+    bench,
+    top,
+    report,
+    verify,
+):
     module.register(app)
 
 

@@ -138,6 +138,8 @@ def _tiers(result: Plan, folder: str) -> Table:
         if rank.pinned_bytes:
             node = "no NUMA node" if rank.numa_node is None else f"NUMA node {rank.numa_node}"
             where = f"pinned, {node}"
+        if rank.arena_rows and result.arena_shared:
+            where += ", of the arena process"
         if rank.staging_bytes:
             where += f", {format_bytes(rank.staging_bytes)} for reads in flight"
         table.add_row("host", str(rank.rank), *_amounts(rank.arena_rows, result), where)

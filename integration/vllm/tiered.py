@@ -16,7 +16,7 @@ import torch
 from ziggurat.integration.machine import machine_limits
 from ziggurat.integration.observability.endpoint import serve_metrics
 from ziggurat.integration.observability.shared import SharedBuffer
-from ziggurat.integration.packing import ensure_packs, open_pack, pack_paths
+from ziggurat.integration.packing import ensure_packs, open_pack, pack_paths, wanted_headers
 from ziggurat.integration.preflight import kernel_workspace
 from ziggurat.integration.vllm.capture import LogitsCapture
 from ziggurat.integration.vllm.compute import join_logs
@@ -161,6 +161,7 @@ class TieredModel:
                 tp_size=self.size,
                 rank=self.rank,
                 workspace=kernel_workspace(self.checkpoint, self.size, max(1, self.place.max_tokens)),
+                headers=wanted_headers(self.checkpoint, config, self.size)[self.rank :][:1],
             ),
             slot_seed=debug.shuffle_slots,
             replay_enabled=debug.replay,

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ziggurat.kernels.admission import ABSENT
 from ziggurat.residency.host_cache import FillReport, HostCache
+from ziggurat.residency.ledger import Ledger
 from ziggurat.residency.policies.base import EvictionPolicy
 from ziggurat.residency.ports import RowArena, RowPack
 
@@ -39,15 +40,23 @@ class InlineCache(HostCache):
     """
 
     def __init__(
-        self, pack: RowPack, arena: RowArena, policy: EvictionPolicy, *, experts: int, staging: int
+        self,
+        pack: RowPack,
+        arena: RowArena,
+        policy: EvictionPolicy,
+        *,
+        experts: int,
+        staging: int,
+        ledger: Ledger | None = None,
     ) -> None:
-        super().__init__(pack, arena, policy, experts=experts, staging=staging)
         self._rows = pack.header.layers * experts
+        # Before the rows that are there already are found.
         self._places: npt.NDArray[np.int32] = np.full(self._rows, ABSENT, dtype=np.int32)
+        self.version = 0
+        super().__init__(pack, arena, policy, experts=experts, staging=staging, ledger=ledger)
         self._resting: list[int] = []
         self._passes: set[int] = set()  # epochs of passes that have not finished
         self._kept: Collection[int] = ()  # keys that are brought together
-        self.version = 0
 
     @property
     def full(self) -> bool:
@@ -60,6 +69,7 @@ class InlineCache(HostCache):
         """A pass is about to be launched: `show` it the places, in stream order. Its epoch, to be closed when the
         device has finished it."""
         with self._changed:
+            self._learn()
             self._last_epoch += 1
             self._open_epochs.add(self._last_epoch)
             self._passes.add(self._last_epoch)
@@ -121,7 +131,7 @@ class InlineCache(HostCache):
         """Evict rows, except those that are being copied out of, and fixed ones. How many have left."""
         left = 0
         with self._changed:
-            for key in keys:
+            for key in keys if self._may_evict() else ():
                 if key in self._place_of and key not in self._fixed and self.quiet(self._place_of[key]):
                     self._retire(key)
                     left += 1

@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Container
 
+from ziggurat.residency.heat import HALF_LIFE_STEPS
 from ziggurat.residency.policies.base import IdArray, PolicySettings
 from ziggurat.residency.runtime_errors import PolicyError
 
@@ -44,7 +45,8 @@ class LfuDecayPolicy:
         self._set(key, self._scores.get(key, 0.0) + weight * self._unit())
 
     def seed(self, key: int, heat: float) -> None:
-        self.insert(key, heat)
+        # Sums of decayed uses grow with the half-life, which differs: unscaled, old habits would outweigh new ones.
+        self.insert(key, heat * self._half_life / HALF_LIFE_STEPS)
 
     def touch(self, key: int, weight: float = 1.0) -> None:
         if key not in self._held:

@@ -7,15 +7,17 @@ import gc
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from support.cuda_fakes import FakeLocker
+from support.keepers import shared_arena
 from ziggurat.allocators.arena import HostArena, MakeArena
 from ziggurat.allocators.errors import ClosedError, GeometryError, PlaceError
-from ziggurat.allocators.lockers import MlockLocker
+from ziggurat.allocators.lockers import CudaLocker, MlockLocker
 from ziggurat.allocators.pageable import PageableArena
 from ziggurat.allocators.pinned import PinnedArena
 from ziggurat.allocators.topology import numa_nodes
@@ -40,7 +42,17 @@ ARENAS = [
     pytest.param(lambda places, stride: PinnedArena(places, stride, locker=FakeLocker()), id="pinned-fake"),
     pytest.param(wrapped(PageableArena), id="wrapped-pageable"),
     pytest.param(wrapped(mlocked), id="wrapped-pinned"),
+    pytest.param(shared_arena, id="shared"),
+    pytest.param(partial(shared_arena, private=2), id="shared-and-private"),
+    pytest.param(partial(shared_arena, locker=FakeLocker()), id="shared-pinned-fake"),
+    pytest.param(partial(shared_arena, private=1, locker=MlockLocker()), id="shared-pinned-mlock"),
+    pytest.param(wrapped(shared_arena), id="wrapped-shared"),
     pytest.param(PinnedArena, id="pinned-cuda", marks=pytest.mark.gpu),
+    pytest.param(
+        lambda places, stride: shared_arena(places, stride, private=1, locker=CudaLocker()),
+        id="shared-cuda",
+        marks=pytest.mark.gpu,
+    ),
     pytest.param(wrapped(PinnedArena), id="wrapped-cuda", marks=pytest.mark.gpu),
 ]
 

@@ -1,4 +1,4 @@
-"""The long versions of the fault suite: `python tests/faults/run.py builds|reads|... [--count N] [--seed S]`."""
+"""The long versions of the fault suite: `python tests/faults/run.py [SUITE…] [--count N] [--seed S]`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from faults import builds, flips, headers, reads  # noqa: E402
+from faults import arenas, builds, flips, headers, reads  # noqa: E402
 
 from bench.results_io import RESULTS, provenance, read_json, write_json  # noqa: E402
 
@@ -23,6 +23,7 @@ SUITES: dict[str, tuple[Callable[[int, int, Path], dict[str, object]], int]] = {
     "reads": (reads.run, 3000),
     "flips": (flips.run, 10_000),
     "headers": (headers.run, 10_000),
+    "arenas": (arenas.run, 200),
 }
 
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suites", nargs="*", metavar="suite", help=f"{', '.join(SUITES)}; default: all")
     parser.add_argument(
-        "--count", type=int, help="how many; default: 1 000 builds, 3 000 reads, 10 000 flips and headers"
+        "--count", type=int, help="default: 1 000 builds, 3 000 reads, 10 000 flips and headers, 200 kills"
     )
     parser.add_argument("--seed", type=int, help="default: from the clock, printed")
     parser.add_argument("--output", type=Path, default=RESULTS / "faults.json")

@@ -14,7 +14,7 @@ RUN = Path(__file__).with_name("run.py")
 
 @pytest.mark.parametrize(
     ("suite", "count"),
-    [("builds", 10), ("faulty-builds", 16), ("reads", 24), ("flips", 60), ("headers", 200)],
+    [("builds", 10), ("faulty-builds", 16), ("reads", 24), ("flips", 60), ("headers", 200), ("arenas", 24)],
 )
 def test_short(suite: str, count: int, tmp_path: Path) -> None:
     seed = random.randrange(2**31)

@@ -169,7 +169,9 @@ def test_what_cannot_work_is_one_line_with_the_number_and_the_key(
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs on nodes 1 and 0, of a machine with two nodes."""
 
-    def limits(config: TiersConfig, packs: list[Path], *, tp_size: int, workspace: int) -> MachineLimits:
+    def limits(
+        config: TiersConfig, packs: list[Path], *, tp_size: int, workspace: int, headers: object
+    ) -> MachineLimits:
         return MachineLimits(
             device="cuda:0",
             memory_available=64 << 30,

@@ -105,7 +105,7 @@ def test_defaults() -> None:
                 "rebuild": True,
                 "faults": None,
             },
-            "host": {"size": "auto", "numa": "gpu-local", "on_limit": "refuse"},
+            "host": {"size": "auto", "numa": "gpu-local", "on_limit": "refuse", "share": None},
             "device": {"size": "auto", "device": "auto", "staging": "auto", "direct_layers": []},
         },
         "codecs": {"base": "w2", "delta": None},

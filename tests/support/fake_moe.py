@@ -30,7 +30,7 @@ from ziggurat.residency.factory import geometry_of
 from ziggurat.residency.inline.choice import MappedArena
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.passes import PassPath, StepResult, StepTokens
-from ziggurat.residency.ports import RowPack, RowPool
+from ziggurat.residency.ports import RowArena, RowPack, RowPool
 from ziggurat.residency.service import ExpertService, ServiceGeometry
 from ziggurat.residency.streaming.ring import StagingRing
 from ziggurat.stores.builder import build_pack
@@ -189,18 +189,19 @@ def open_tiers(
     inline: bool = False,
     pool: RowPool | None = None,
     direct: Sequence[int] = (),
+    arena: RowArena | None = None,
     **options: Any,
 ) -> ExpertService:
     """A service over real packs, arena and pool. Both are filled with 0xFF, which is NaN in every codec.
 
     on_device: run layers through kernels and static tensors as on a device, only on the CPU. inline: these kernels
     see the arena, so that layers can fetch rows by themselves. direct: layers that they read there in place.
+    arena: instead of one of `places`; it is left as it is.
     """
     pack = pack or packs.open(rank)
     pool = pool or CpuPool(slots, pack.header.stride)
     pool.tensor.fill_(0xFF)
-    arena = None
-    if places is not None:
+    if arena is None and places is not None:
         arena = PageableArena(places, pack.header.stride)
         arena.tensor.fill_(0xFF)
     config = config_for(

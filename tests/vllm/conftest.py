@@ -55,13 +55,14 @@ def make_tiers(pack_folder: Path) -> TiersFactory:
         disk: dict[str, Any] | None = None,
         heat: dict[str, Any] | None = None,
         eviction: str = "lfu-decay",
+        share: Path | None = None,
         **miss: Any,
     ) -> TiersConfig:
         return TiersConfig.from_mapping(
             {
                 "tiers": {
                     "disk": {"path": str(folder or pack_folder), "readers": 4, **(disk or {})},
-                    "host": {"size": arena},
+                    "host": {"size": arena, "share": None if share is None else str(share)},
                     "device": {"size": pool, "device": "cpu"},
                 },
                 "codecs": {"base": codec},
