@@ -30,7 +30,16 @@ PAGES = (
     README,
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("benchmarks", "host_tier", "metrics", "performance", "policies", "sizing", "stores")
+        for name in (
+            "benchmarks",
+            "host_tier",
+            "lookahead",
+            "metrics",
+            "performance",
+            "policies",
+            "sizing",
+            "stores",
+        )
     ),
 )
 _RESULTS = re.compile(
