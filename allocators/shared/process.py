@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         # Not from the handler itself: it may run in the middle of what `close` waits for.
         signal.signal(number, lambda *_: threading.Thread(target=keeper.close).start())
-    logging.info("listening at %s, at most %d bytes", options.socket, limit)
+    logging.info("listening at %s, at most %.2f GiB of arenas", options.socket, limit / 2**30)
     keeper.serve()
     return 0
 

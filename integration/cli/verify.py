@@ -82,7 +82,7 @@ def _folder(folder: Path, out: Console) -> list[Path]:
 def _rows(file: Path, rebuild: Path | None, out: Console, problems: dict[Path, str]) -> None:
     """All rows of one pack; what is wrong with it goes to `problems`."""
     source = None if rebuild is None else _rows_for(file, rebuild)
-    with RowProgress(f"verifying {file.name}") as progress:
+    with RowProgress("verifying") as progress:
         report = verify_pack(file, progress, rebuild=source)
     for layer_id, expert in report.mended:
         out.print(f"mended row: layer {layer_id} expert {expert}", markup=False)
