@@ -10,73 +10,33 @@ import sys
 from pathlib import Path
 
 from support.checkpoints import SizeArgs, write_checkpoint
+from support.kill_everywhere import TESTS, run_script
 from support.verbatim import VerbatimEncoder
 from ziggurat.stores.builder import build_pack
 from ziggurat.stores.checkpoint import Checkpoint
 
-TESTS = Path(__file__).parents[1]
-
-# Kills a build at its first, second, third … system call that changes a file, each time in a new folder, and then
-# finishes it in another process. Forked from one parent without threads, so that torch is imported once.
-KILL_EVERYWHERE = """
-import os, signal, sys, threading
+KILLED = """
+import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+from support.kill_everywhere import kill_everywhere
 from support.verbatim import VerbatimEncoder
 from ziggurat.stores.builder import build_pack
 from ziggurat.stores.checkpoint import Checkpoint
 
-model, out = Path(sys.argv[2]), Path(sys.argv[3])
+model, out = map(Path, sys.argv[1:])
 
-def build(folder, kill_at):
-    lock, calls = threading.Lock(), 0
-    def counted(real):
-        def call(*args, **kwargs):
-            nonlocal calls
-            with lock:
-                calls += 1
-                if calls == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-        return call
-    for name in ("pwrite", "fdatasync", "fsync", "ftruncate", "rename", "unlink"):
-        setattr(os, name, counted(getattr(os, name)))
+def build(folder):
     with Checkpoint.open(model) as checkpoint:
         build_pack(checkpoint, VerbatimEncoder(checkpoint), folder, 2, lanes=2)
 
-def run(folder, kill_at):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            build(folder, kill_at)
-            os._exit(0)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            sys.stderr.flush()
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-kills = 0
-while True:
-    folder = out / f"{kills + 1:03d}"
-    code = run(folder, kills + 1)
-    if code == 0:
-        break
-    assert code == -signal.SIGKILL, code
-    kills += 1
-    code = run(folder, 0)
-    assert code == 0, (kills, code)
-print(kills)
+print(kill_everywhere(build, out))
 """
 
 
 def test_killed_at_every_system_call(small_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    command = [sys.executable, "-c", KILL_EVERYWHERE, str(TESTS), str(small_model), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    kills = int(done.stdout)
+    kills = run_script(KILLED, small_model, out)
     # 2 ranks x (create 2, rows 2, syncs and tables 2 x 2, finish 2 or more)
     assert kills > 20
     with Checkpoint.open(small_model) as checkpoint:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from support.building import snapshot
 from support.checkpoints import SizeArgs, write_checkpoint
+from support.kill_everywhere import run_script
 from support.packfiles import cut, flip, row_start
 from support.progress import Recorder
 from support.verbatim import VerbatimEncoder
@@ -185,57 +185,22 @@ def test_a_pack_build_finishes_an_interrupted_copy(
 
 
 KILLED = """
-import os, signal, sys, threading
+import sys
 from pathlib import Path
+from support.kill_everywhere import kill_everywhere
 from ziggurat.stores.copying import copy_packs
 from ziggurat.stores.pack import Pack
 
-def copy(folder, kill_at):
-    lock, calls = threading.Lock(), 0
-    def counted(real):
-        def call(*args, **kwargs):
-            nonlocal calls
-            with lock:
-                calls += 1
-                if calls == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-        return call
-    for name in ("pwrite", "fdatasync", "fsync", "ftruncate", "rename", "unlink"):
-        setattr(os, name, counted(getattr(os, name)))
+def copy(folder):
     packs = [Pack.open(Path(path), verify="always") for path in sys.argv[2:]]
     copy_packs(packs, folder)
 
-def run(folder, kill_at):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            copy(folder, kill_at)
-            os._exit(0)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            sys.stderr.flush()
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-kills = 0
-while True:
-    folder = Path(sys.argv[1]) / f"{kills + 1:03d}"
-    code = run(folder, kills + 1)
-    if code == 0:
-        break
-    assert code == -signal.SIGKILL, code
-    kills += 1
-    assert run(folder, 0) == 0, kills
-print(kills)
+print(kill_everywhere(copy, Path(sys.argv[1])))
 """
 
 
 def test_killed_at_every_system_call(ranks: list[Path], tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path), *map(str, ranks)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 30
+    assert run_script(KILLED, tmp_path, *ranks) > 30
     for folder in tmp_path.iterdir():
         found = {name: content for name, content in snapshot(folder).items() if not name.endswith(".lock")}
         assert found == snapshot(ranks[0].parent), folder

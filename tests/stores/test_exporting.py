@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from safetensors.torch import save_file
 
 from support.building import snapshot
 from support.checkpoints import Format, Kind, Layout, SizeArgs, write_checkpoint
+from support.kill_everywhere import run_script
 from support.packfiles import flip, row_start
 from support.verbatim import VerbatimEncoder
 from ziggurat.stores import identity
@@ -419,53 +418,23 @@ def test_finished_files_are_not_written_again(
 
 
 KILLED = """
-import os, signal, sys, threading
+import sys
 from pathlib import Path
+from support.kill_everywhere import CHANGES, kill_everywhere
 from ziggurat.stores.checkpoint import Checkpoint
 from ziggurat.stores.exporting import export_checkpoint
 
 model, out = map(Path, sys.argv[1:])
 
-def export(folder, kill_at):
-    lock, calls = threading.Lock(), 0
-    def counted(real):
-        def call(*args, **kwargs):
-            nonlocal calls
-            with lock:
-                calls += 1
-                if calls == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-        return call
-    for name in ("write", "pwrite", "fdatasync", "fsync", "ftruncate", "rename", "unlink", "mkdir"):
-        setattr(os, name, counted(getattr(os, name)))
+def export(folder):
     with Checkpoint.open(model) as checkpoint:
         export_checkpoint(checkpoint, [], folder)
 
-def run(folder, kill_at):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            export(folder, kill_at)
-            os._exit(0)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            sys.stderr.flush()
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-kills = 0
-while True:
-    folder = out / f"{kills + 1:03d}"
-    code = run(folder, kills + 1)
-    if code == 0:
-        break
-    assert code == -signal.SIGKILL, code
-    kills += 1
+def look(folder):
     if (folder / "ziggurat-checkpoint.json").exists():
         Checkpoint.open(folder).close()  # everything else is there
-    assert run(folder, 0) == 0, kills
-print(kills)
+
+print(kill_everywhere(export, out, (*CHANGES, "write", "mkdir"), look))
 """
 
 
@@ -473,10 +442,7 @@ def test_killed_at_every_system_call(small_model: Path, tmp_path: Path) -> None:
     """Without packs, whose copies have this test of their own."""
     killed = tmp_path / "killed"
     killed.mkdir()
-    command = [sys.executable, "-c", KILLED, str(small_model), str(killed)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 20
+    assert run_script(KILLED, small_model, killed) > 20
     export(small_model, tmp_path / "whole")
     expected = snapshot(tmp_path / "whole")
     for folder in killed.iterdir():
