@@ -74,7 +74,7 @@ def test_what_a_report_says_of_guesses() -> None:
 
     stack = Stack(routing, 32, torch.device("cpu"))
     case = Case("one", routing, 2, stack, recall=0.61234)
-    case.resident = Run(16, ms=[1.0] * 4)
+    case.resident = Run(16, ms=[1.0] * 4, before_us=[1.0] * 4, host_us=[2.0] * 4)
     run = Run(4, ms=[2.0] * 4, passes=[1] * 4, misses=[3] * 4, rows=10)
     run.ahead = LookaheadCounts(8, 5, 64, 32)
     case.runs[0.25] = {decode.AHEAD: run}

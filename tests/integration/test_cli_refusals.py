@@ -213,6 +213,7 @@ def test_verify_can_be_interrupted(run: Run, model: Path, packs: Path, tmp_path:
         "import os, signal, sys\n"
         "from ziggurat.integration.cli.main import main\n"
         "from ziggurat.integration.cli.progress import RowProgress\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs tests in the background ignores it\n"
         "real = RowProgress.advance\n"
         "def advance(self, rows, nbytes):\n"
         "    real(self, rows, nbytes)\n"
