@@ -246,6 +246,16 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (f"sum({_rate('ziggurat_read_ahead_used_rows_total')})", "used"),
                 ),
             ),
+            Panel(
+                "Arena: preheat and sharing",
+                "timeseries",
+                "short",
+                (
+                    (f"sum({_of('ziggurat_preheat_rows')})", "rows to preheat"),
+                    (f"sum by (role) ({_of('ziggurat_arena_share_ratio')})", "engines: {{role}}"),
+                ),
+                description="Engines with tiers.host.share: what they are to the arena (operations.md).",
+            ),
         ),
     ),
     (
