@@ -27,6 +27,7 @@ def describe_service(
         "codec": config.codecs.base,
         "device": str(device),
         "eviction": config.policy.eviction,
+        "host_eviction": config.policy.host,
         "miss_mode": config.miss.mode,
         "layers": str(geometry.layers),
         "experts": str(geometry.experts),

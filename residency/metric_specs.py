@@ -317,7 +317,9 @@ METRICS: tuple[MetricSpec, ...] = (
         "ziggurat_tiers_info",
         "info",
         "How the tiers are set up",
-        labels=_texts("codec", "device", "eviction", "miss_mode", "layers", "experts", "top_k"),
+        labels=_texts(
+            "codec", "device", "eviction", "host_eviction", "miss_mode", "layers", "experts", "top_k"
+        ),
     ),
     MetricSpec(
         "ziggurat_build_info",

@@ -184,6 +184,7 @@ def test_a_service_says_how_it_is_set_up(packs: FakePacks, host: str, floor: int
         "codec": "bf16",
         "device": "cpu",
         "eviction": "lfu-decay",
+        "host_eviction": "heat-weighted",
         "miss_mode": "auto",
         "layers": str(LAYERS),
         "experts": str(EXPERTS),

@@ -19,6 +19,7 @@ TIERS_INFO = {
     "codec": "w2",
     "device": "cuda:0",
     "eviction": "lfu-decay",
+    "host_eviction": "heat-weighted",
     "miss_mode": "auto",
     "layers": "43",
     "experts": "256",
