@@ -1,4 +1,4 @@
-"""Parts of packing on their own: lanes that only read, only quantize or only write.
+"""Parts of packing on their own: lanes that only read, only quantize or only write; or read and write.
 
 A module of its own, since processes that a build starts have to import them.
 """
@@ -39,4 +39,16 @@ class WriteAlone(Lane):
         ]
 
 
+class Copy(Lane):
+    """Reads each chunk, and checksums and writes the rows that are in its buffers: a disk may have one budget for both."""
+
+    def build(self, chunk: Chunk) -> Digests:
+        self._loader.load(chunk.layer, chunk.experts, self._memory)
+        return [
+            self._write(place, chunk.layer, chunk.experts, frozenset(missing))
+            for place, missing in enumerate(chunk.missing)
+        ]
+
+
 ALONE: dict[str, type[Lane]] = {"read": ReadAlone, "quantize": QuantizeAlone, "write": WriteAlone}
+PARTS: dict[str, type[Lane]] = {**ALONE, "copy": Copy}

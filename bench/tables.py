@@ -172,8 +172,9 @@ def packing(result: Mapping[str, Any], origin: Callable[[Mapping[str, Any]], str
     rows = [
         [
             f"{run['source']} → `{run['codec']}`, {run['source_bytes'] / 2**30:.1f} GiB",
-            *(f"{run['gb_per_s'][name]:.2f} GB/s" for name in ("read", "quantize", "write", "pack")),
+            *(f"{run['gb_per_s'][name]:.2f} GB/s" for name in ("read", "quantize", "write", "copy", "pack")),
             f"{run['of_slowest']:.2f}",
+            f"{run['of_copy_or_quantize']:.2f}",
             f"{run['peak_mib']} of {run['bound_mib']} MiB",
         ]
         for run in result["runs"]
@@ -183,8 +184,10 @@ def packing(result: Mapping[str, Any], origin: Callable[[Mapping[str, Any]], str
         "read alone",
         "quantize alone",
         "write alone",
+        "read and write",
         "build",
         "of the slowest",
+        "of read and write, or quantize",
         "memory, bound",
     ]
     where = "; ".join(

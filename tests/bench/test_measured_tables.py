@@ -251,8 +251,9 @@ PACKING: dict[str, Any] = {
             "device": "cuda:0",
             "lanes": 4,
             "processes": False,
-            "gb_per_s": {"read": 1.5, "quantize": 9.0, "write": 8.0, "pack": 1.4},
+            "gb_per_s": {"read": 1.5, "quantize": 9.0, "write": 8.0, "copy": 1.5, "pack": 1.4},
             "of_slowest": 0.933,
+            "of_copy_or_quantize": 0.933,
             "peak_mib": 300,
             "bound_mib": 900,
         }

@@ -21,7 +21,7 @@ def test_a_small_run(tmp_path: Path, runs: list[str]) -> None:
     assert [f"{run['source']}:{run['codec']}" for run in result["runs"]] == runs
     for run in result["runs"]:
         assert run["source_bytes"] >= 2**20
-        assert set(run["gb_per_s"]) == {"read", "quantize", "write", "pack"}
+        assert set(run["gb_per_s"]) == {"read", "quantize", "write", "copy", "pack"}
         assert run["slowest"] == min(
             ("read", "quantize", "write"), key=lambda part: run["seconds"][part][0] * -1
         )
