@@ -206,7 +206,8 @@ def _line(run: dict[str, Any]) -> str:
     alone = ", ".join(f"{name} {rates[name]:.2f}" for name in PARTS)
     return (
         f"{run['source']} to {run['codec']} on {run['device']}: {rates['pack']:.2f} GB/s, {run['of_slowest']:.2f} of "
-        f"{run['slowest']}, {run['of_copy_or_quantize']:.2f} of the slower of copy and quantize (alone: {alone}); {run['peak_mib']} MiB of at most {run['bound_mib']}"
+        f"{run['slowest']}, {run['of_copy_or_quantize']:.2f} of copy or quantize (alone: {alone}); "
+        f"{run['peak_mib']} MiB of at most {run['bound_mib']}"
     )
 
 

@@ -40,7 +40,7 @@ class WriteAlone(Lane):
 
 
 class Copy(Lane):
-    """Reads each chunk, and checksums and writes the rows that are in its buffers: a disk may have one budget for both."""
+    """Reads each chunk, and checksums and writes the rows that are in its buffers."""
 
     def build(self, chunk: Chunk) -> Digests:
         self._loader.load(chunk.layer, chunk.experts, self._memory)

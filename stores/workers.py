@@ -134,6 +134,7 @@ def main() -> None:
         os.close(descriptor)
     for _ in descriptors:
         os.wait()
+    os._exit(0)  # an interpreter with PyTorch takes half a second to end, for which the builder would wait
 
 
 def _serve(connection: Connection, lane: Lane) -> None:

@@ -283,7 +283,7 @@ def test_gpu_tables(tmp_path: Path) -> None:
     rendered = tables.render("".join(marked(f"h200/{name}") for name in contents), tmp_path)
     assert set(contents) == set(tables.GPU_RENDERERS)
     assert (
-        "| bf16 → `w2`, 8.0 GiB | 1.50 GB/s | 9.00 GB/s | 8.00 GB/s | 1.40 GB/s | 0.93 | 300 of 900 MiB |"
+        "| bf16 → `w2`, 8.0 GiB | 1.50 GB/s | 9.00 GB/s | 8.00 GB/s | 1.50 GB/s | 1.40 GB/s | 0.93 | 0.93 | 300 of 900 MiB |"
         in rendered
     )
     assert "4 threads on cuda:0. " in rendered
