@@ -78,9 +78,9 @@ class FakeLibrary:
         }
 
     def _error_name(self, code: int, to: int) -> None:
-        name = ctypes.c_char_p(f"CUDA_ERROR_{code}".encode())
+        name = ctypes.create_string_buffer(f"CUDA_ERROR_{code}".encode())
         self._kept.append(name)
-        _put(to, ctypes.c_char_p, name.value)
+        _put(to, _PTR, ctypes.addressof(name))
 
     def _bus(self, to: int, length: int, device: int) -> None:
         text = f"0000:{0x1A + device:02X}:00.0".encode() + b"\0"
