@@ -232,6 +232,7 @@ INLINE_GATHER: dict[str, Any] = {
             "layer_us": {"plain": 20.0, "present": 20.9, "missing": 580.0},
             "idle_overhead": 0.045,
             "gather_us": gather,
+            "copying_us": gather,
             "gather_of_link": None if gather is None else 0.93,
             "added_of_link": 0.92,
             "ratio": 1.07,
