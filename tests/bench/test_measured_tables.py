@@ -274,6 +274,8 @@ def test_gpu_tables(tmp_path: Path) -> None:
         "profile": PROFILE,
         "inline": INLINE,
         "inline_ahead": {**INLINE, "lookahead": 6},
+        "inline_full": INLINE,
+        "offloaders": INLINE,
         "inline_gather": INLINE_GATHER,
         "churn": CHURN,
         "host_cost": HOST_COST,
