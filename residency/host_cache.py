@@ -132,6 +132,8 @@ class HostCache(HostPlaces):
             for key in keys:
                 if key in self._place_of or key in self._reading or key in self._staging:
                     continue
+                if key in self._passing:  # what comes next may have been said before somebody came to it
+                    continue
                 place = self._staging.take(self.quiet, give_up=False) if idle > spare else None
                 if place is None:
                     report.full = True
@@ -235,6 +237,7 @@ class HostCache(HostPlaces):
             while True:
                 plan = self._plan(remaining, keep, insist)
                 self._reading.update(item.key for item in plan if item.role == "cache")
+                self._passing.update(item.key for item in plan if item.role == "staging")
                 if plan:
                     return plan
                 if any(key in self._place_of or key in self._staging for key in remaining):

@@ -24,6 +24,22 @@ def test_rows_wait_in_staging_places_until_a_scan_comes_to_them(packs: FakePacks
     assert rig.cache.evictions == 0
 
 
+def test_a_row_that_somebody_is_reading_is_not_read_early_as_well(packs: FakePacks) -> None:
+    """A thread that reads ahead gets to a row when a scan has come to it already."""
+    rig = Rig(packs, places=8, staging=4)
+    rig.get([1, 2, 3, 4])
+    reports = []
+    rig.pack.before = lambda key: reports.append(rig.cache.read_early([10, 11], spare=0))
+    assert rig.get([10, 11], weight=0.0) == {10: "pack", 11: "pack"}
+    rig.pack.before = lambda key: None
+    assert rig.pack.log == [1, 2, 3, 4, 10, 11], "once"
+    assert [report.read for report in reports] == [0, 0]
+    rig.pack.failing[10] = "io"
+    rig.get([10], weight=0.0)
+    rig.pack.failing.clear()
+    assert rig.cache.read_early([10, 11], spare=0).read == 2, "nobody reads them any more"
+
+
 def test_a_row_that_waits_makes_room_for_one_that_somebody_waits_for(packs: FakePacks) -> None:
     rig = Rig(packs, places=6, staging=2)
     rig.get([1, 2, 3, 4])
