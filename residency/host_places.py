@@ -207,6 +207,10 @@ class HostPlaces:
     def _used(self, key: int) -> None:
         """Somebody but a scan wanted a row that can be found."""
         self._unused.discard(key)
+        self._asked_for(key)
+
+    def _asked_for(self, key: int) -> None:
+        """Somebody wanted it, a scan or not."""
         if key in self._ahead:
             self._ahead.remove(key)
             self.ahead_used += 1
