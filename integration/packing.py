@@ -183,7 +183,14 @@ def open_pack(
     path = disk.path / pack_filename(header)
     # One rules file serves all ranks, or one each where the name says {rank}.
     faults = None if disk.faults is None else Path(str(disk.faults).replace("{rank}", str(rank)))
-    reader = open_reader(disk.reader, path, threads=disk.readers, direct=disk.direct, faults=faults)
+    reader = open_reader(
+        disk.reader,
+        path,
+        threads=disk.readers,
+        direct=disk.direct,
+        timeout=disk.read_timeout,
+        faults=faults,
+    )
     rebuild = rows_from(checkpoint.path, header) if disk.rebuild else None
     return Pack.open(path, expect=header, reader=reader, verify=verify or disk.verify, rebuild=rebuild)
 

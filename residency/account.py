@@ -132,7 +132,7 @@ class Account:
             add("ziggurat_tier_hits_total", report.read, "pack")
             add("ziggurat_tier_misses_total", len(report.faults), "pack")
             self._pack.book(behind)
-            self._set_tier(behind, "arena", self._cache.capacity, self._cache.used)
+            self._set_arena(behind)
 
     def read_ahead(self, by: str, rows: int) -> None:
         """Book rows that were read early and not into the arena."""
@@ -262,9 +262,13 @@ class Account:
         put("ziggurat_row_stride_bytes", self._cache.stride)
         put("ziggurat_coverage_ratio", min(1.0, self._slots.slots / self._geometry.rows))
         self._set_tier(writer, "pool", self._slots.slots, self._slots.used)
-        self._set_tier(writer, "arena", self._cache.capacity, self._cache.used)
+        self._set_arena(writer)
         if with_heat:
             set_heat(writer, self._heat.counts, self._slots.table.numpy != ABSENT, self._slots.slots)
+
+    def _set_arena(self, writer: MetricWriter) -> None:
+        self._set_tier(writer, "arena", self._cache.capacity, self._cache.used)
+        writer.set("ziggurat_stuck_places", self._cache.stuck)
 
     def _set_tier(self, writer: MetricWriter, tier: str, capacity: int, used: int) -> None:
         put = writer.set

@@ -80,7 +80,7 @@ class ReadingAhead:
         ranked = first[np.lexsort((first, -heat[first]))]
         return [(key, float(heat[key])) for key in ranked.tolist() if heat[key] > 0.0]
 
-    def close(self) -> None:
-        """Join the threads."""
+    def close(self, timeout: float | None = None) -> None:
+        """End the threads and join each, for at most `timeout` seconds."""
         for thread in self.threads:
-            thread.close()
+            thread.close(timeout)

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 
 from ziggurat.residency.host_places import HostPlaces
 
+#: Seconds that the end of a service waits for a thread's reads before it takes their pack away.
+LEAVE_SECONDS = 5.0
+
 
 class BackgroundThread(ABC):
     """Subclasses write `_work`, which asks `_begin` before each portion and calls `_end` after it."""
@@ -18,7 +21,7 @@ class BackgroundThread(ABC):
         self._pauses = 0
         self._working = False
         self._stop = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -40,13 +43,20 @@ class BackgroundThread(ABC):
         """Until the thread has done what it can."""
         self._thread.join()
 
-    def close(self) -> None:
-        """Stop after the portion in progress and join. May be called twice."""
+    def close(self, timeout: float | None = None) -> None:
+        """Stop after the portion in progress and join, for at most `timeout` seconds. May be called twice."""
         with self._changed:
             self._stop = True
             self._changed.notify_all()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except ValueError:
+            if not self._stop:  # otherwise the pack was closed under a read that did not return
+                raise
 
     @abstractmethod
     def _work(self) -> None:
@@ -76,11 +86,11 @@ class CacheThread(BackgroundThread):
         super().__init__(name)
         self._waits_at = cache
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         with self._changed:
             self._stop = True
         self._waits_at.wake()
-        super().close()
+        super().close(timeout)
 
 
 class ReadingThread(CacheThread):

@@ -169,6 +169,7 @@ class DiskTierConfig(_Section):
     direct: Literal["auto", "always", "never"] = "auto"
     readers: Annotated[int, Field(ge=1, le=256)] = 8
     reader: Literal["auto", "io_uring", "pread"] = "auto"
+    read_timeout: Annotated[float, Field(gt=0, le=86400)] | None = 120.0
     verify: Literal["always", "first-read", "never"] = "first-read"
     rebuild: bool = True
     faults: OptionalPath = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from ziggurat.residency.host_places import HostPlaces
 from ziggurat.residency.host_rows import ArrivedRow, FillReport, Reservation, RowBatch, RowFault, Source
@@ -57,6 +58,9 @@ class HostCache(HostPlaces):
             plan = self._reserve(remaining, epoch, keep, insist)
             if plan is None:
                 if not reclaim():
+                    if self.stuck:
+                        yield self._no_place(remaining)
+                        return
                     raise HostCacheError(
                         f"all {self._arena.places} places of the host arena are in use by this very step; raise "
                         "tiers.host.size, or settle batches once they have been copied"
@@ -190,6 +194,16 @@ class HostCache(HostPlaces):
             )
         return {key: self._place_of[key] for key in keys}
 
+    def _no_place(self, remaining: dict[int, float]) -> RowBatch:
+        """The faults of rows for which the disk has left no place."""
+        reason = (
+            f"{self.stuck} of {self._arena.places} places of the host arena wait for reads that have not returned, and "
+            "no other is free; look at the disk (dmesg)"
+        )
+        batch = RowBatch(faults=[RowFault(key, reason, False) for key in remaining])
+        remaining.clear()
+        return batch
+
     @contextmanager
     def _reading_for_a_step(self) -> Iterator[None]:
         with self._changed:
@@ -262,7 +276,10 @@ class HostCache(HostPlaces):
         pending = {item.key for item in plan}
         requests = [
             RowRequest(
-                *divmod(item.key, self._experts), self._arena.view(item.place), sole=item.role == "cache"
+                *divmod(item.key, self._experts),
+                self._arena.view(item.place),
+                sole=item.role == "cache",
+                late=partial(self._take_over, item.place),
             )
             for item in plan
         ]
@@ -286,7 +303,8 @@ class HostCache(HostPlaces):
                     batch.faults.append(RowFault(key, result.error.reason, corrupt))
                 yield batch
         finally:
-            # Closing joins the reads in progress: no place is handed on while bytes may still land in it.
+            # Closing joins the reads in progress, or says which are late: no place is handed on while bytes may still
+            # land in it.
             results.close()
             with self._changed:
                 # In the order of the plan, so that what is evicted later does not depend on the disk's timing.

@@ -18,6 +18,7 @@ from ziggurat.residency.ports import RowArena, RowPack
 from ziggurat.residency.runtime_errors import HostCacheError
 from ziggurat.residency.staging_places import StagingPlaces
 from ziggurat.stores.counts import PackCounts
+from ziggurat.stores.readers.late import LateRead
 
 
 class HostPlaces:
@@ -70,6 +71,8 @@ class HostPlaces:
         self._passing: set[int] = (
             set()
         )  # keys on their way through a staging place, to somebody who waits for them
+        self._late: dict[int, LateRead] = {}  # places that a read which was given up may still write to
+        self._closed = False
         self._readers: list[list[int]] = [[] for _ in range(arena.places)]  # epochs that may read a place
         self._open_epochs: set[int] = set()
         self._last_epoch = 0
@@ -84,6 +87,16 @@ class HostPlaces:
     def used(self) -> int:
         """Findable rows."""
         return len(self._place_of)
+
+    @property
+    def stuck(self) -> int:
+        """Places that are out of use, since a read that was given up may still write to them."""
+        return len(self._late)
+
+    def close(self) -> None:
+        """Reads that are late from here on, or by now, change nothing any more: their places stay out of use."""
+        with self._changed:
+            self._closed = True
 
     def pack_counts(self) -> PackCounts:
         """What reads of the pack met so far."""
@@ -172,6 +185,7 @@ class HostPlaces:
         """HostCacheError unless every place has exactly one role, with no read in progress. For tests."""
         with self._changed:
             roles = [*self._free, *self._staging.places(), *self._place_of.values(), *self._between()]
+            roles += self._late
             places = range(self._arena.places)
             # Of shared places some may be lost, and a reader has a role for published ones only.
             each = sorted(roles) == list(places) if self._ledger is None else len(set(roles)) == len(roles)
@@ -304,17 +318,38 @@ class HostPlaces:
         if seed or item.weight <= 0.0:
             self._unused.add(item.key)
 
+    def _take_over(self, place: int, late: LateRead) -> None:
+        """The read into a place is given up; the place may be written to until `late` is over."""
+        with self._changed:
+            self._late[place] = late
+
     def _release(self, item: Reservation) -> None:
+        """No row came; the place is free again, once nothing writes to it."""
+        if item.role == "staging":
+            self._passing.discard(item.key)
+        else:
+            self._reading.discard(item.key)
+        late = self._late.get(item.place)
+        if late is None:
+            self._give_back(item)
+        else:
+            late.then(lambda: self._returned(item))
+
+    def _returned(self, item: Reservation) -> None:
+        """The kernel has answered a read that was given up; whatever it brought is not used."""
+        with self._changed:
+            del self._late[item.place]
+            if not self._closed:
+                self._give_back(item)
+                self._changed.notify_all()
+
+    def _give_back(self, item: Reservation) -> None:
         if item.role == "cache":
             self._free.append(item.place)
             if self._ledger is not None:
                 self._ledger.vacate(item.place)
         else:
             self._staging.give(item.place)
-        if item.role == "staging":
-            self._passing.discard(item.key)
-        else:
-            self._reading.discard(item.key)
 
 
 class _InFlight:

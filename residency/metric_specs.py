@@ -249,8 +249,13 @@ METRICS: tuple[MetricSpec, ...] = (
         "ziggurat_failed_reads_total",
         "counter",
         "Reads of a row that failed, also where the row was got in another way afterwards: the system said no, too "
-        "little arrived, or the checksum differs",
+        "little arrived, the checksum differs, or there was no answer in time",
         labels=(("reason", FAILED_READS),),
+    ),
+    MetricSpec(
+        "ziggurat_stuck_places",
+        "gauge",
+        "Places in host memory that are out of use, since a read that was given up has not returned",
     ),
     MetricSpec("ziggurat_reread_rows_total", "counter", "Rows read again, from the disk past the page cache"),
     MetricSpec(

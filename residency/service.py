@@ -17,6 +17,7 @@ from ziggurat.allocators.pageable import PageableArena
 from ziggurat.kernels.cpu import moe as cpu_ops
 from ziggurat.residency.account import Account
 from ziggurat.residency.ahead import ReadingAhead
+from ziggurat.residency.background import LEAVE_SECONDS
 from ziggurat.residency.config import TiersConfig
 from ziggurat.residency.consensus import Consensus, NoConsensus
 from ziggurat.residency.describe import describe_service
@@ -403,13 +404,17 @@ class ExpertService:
         if self._closed:
             return
         self._closed = True
-        self._ahead.close()
+        self._ahead.close(LEAVE_SECONDS)
         self._late_books.close()
         self._give_up_device()
         if self._inline is not None:
-            self._inline.promoter.close()
+            self._inline.promoter.close(LEAVE_SECONDS)
         self._save_heat()
-        self._pack.close()
+        self._pack.close()  # ends the reads that threads still wait for
+        self._ahead.close()
+        if self._inline is not None:
+            self._inline.promoter.close()
+        self.cache.close()
         self._arena.close()
         if self._ring is not None:
             self._ring.close()

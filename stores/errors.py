@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-RowFailure = Literal["io", "short", "checksum", "absent"]
+RowFailure = Literal["io", "short", "checksum", "absent", "timeout"]
 
 
 class StoreError(Exception):
@@ -146,7 +146,7 @@ class RowReadError(StoreError):
     """One expert's row could not be read.
 
     `kind`: "io" (the read failed), "short" (fewer bytes than a row arrived), "checksum" (the bytes are wrong,
-    twice) or "absent" (the row was never written).
+    twice), "absent" (the row was never written) or "timeout" (the read has not returned).
     """
 
     def __init__(self, layer_id: int, expert: int, path: Path, reason: str, kind: RowFailure = "io") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 from threading import Lock
@@ -36,6 +36,7 @@ from ziggurat.stores.packformat import (
 )
 from ziggurat.stores.quarantine import Quarantine, Rebuild
 from ziggurat.stores.readers.base import Arrived, Reader, ReadJob
+from ziggurat.stores.readers.late import LateRead, ReadTimeoutError
 from ziggurat.stores.readers.pread import PreadReader
 
 VerifyMode = Literal["always", "first-read", "never"]
@@ -50,12 +51,14 @@ class RowRequest(NamedTuple):
     """Read row (layer, expert) into `buffer`: writable, at least `stride` bytes. `layer` is a layer index.
 
     sole: the buffer is where the row stays, so that the page cache need not hold it a second time.
+    late: takes the buffer over if its read is given up; see `ReadJob`. Without it the read is waited for.
     """
 
     layer: int
     expert: int
     buffer: memoryview
     sole: bool = False
+    late: Callable[[LateRead], None] | None = None
 
 
 class RowResult(NamedTuple):
@@ -79,7 +82,8 @@ class Pack:
     verify: which reads are checked against the row's checksum: "always", "first-read" (until the row was good once)
     or "never". Checksums are computed in the reader's threads while other rows arrive.
     A row whose checksum is wrong goes into quarantine and is read once more, from the disk past the page cache; if it
-    is still wrong, or the disk fails, `rebuild` makes it anew; without that, or if that fails too, it is an error.
+    is still wrong, or the disk fails, `rebuild` makes it anew; without that, or if that fails too, it is an error. So
+    is a row whose read does not return in time, at once.
     """
 
     def __init__(
@@ -157,7 +161,8 @@ class Pack:
         """What reads met so far."""
         with self._lock:
             failed = self._failed
-            reads = self._read_bytes, failed["io"], failed["short"], failed["checksum"], self._reread
+            reasons = failed["io"], failed["short"], failed["checksum"], failed["timeout"]
+            reads = self._read_bytes, *reasons, self._reread
         return PackCounts(*reads, *self.quarantine.counts())
 
     @property
@@ -168,7 +173,8 @@ class Pack:
     def read_rows(self, wanted: Sequence[RowRequest]) -> Generator[RowResult]:
         """Read rows straight into the requests' buffers and yield each one's end in order of completion.
 
-        Reading starts when the generator is first advanced; when it ends, raises or is closed, no read is under way.
+        Reading starts when the generator is first advanced; when it ends, raises or is closed, no read is under way
+        but those that were handed to their request's `late`.
         An error of one row is in its result and does not disturb the others.
         Raises IndexError for a row the pack does not have and ValueError for a row wanted twice or a buffer that is
         too small or cannot be written to, before anything is read.
@@ -176,7 +182,7 @@ class Pack:
         header = self.header
         jobs: list[ReadJob] = []
         sole: set[int] = set()
-        for layer, expert, buffer, stays in wanted:
+        for layer, expert, buffer, stays, late in wanted:
             if not (0 <= layer < header.layers and 0 <= expert < header.experts):
                 raise IndexError(
                     f"row ({layer}, {expert}): {self.path} has {header.layers} layers of {header.experts} experts"
@@ -186,7 +192,8 @@ class Pack:
                     f"row ({layer}, {expert}) needs a writable, contiguous buffer of {header.stride} bytes"
                 )
             offset = self._data_start + header.row_offset(layer, expert)
-            jobs.append(ReadJob(offset, buffer.cast("B")[: header.stride], layer * header.experts + expert))
+            tag = layer * header.experts + expert
+            jobs.append(ReadJob(offset, buffer.cast("B")[: header.stride], tag, late))
             if stays:
                 sole.add(jobs[-1].tag)
         if len({job.tag for job in jobs}) < len(jobs):
@@ -277,7 +284,11 @@ class Pack:
                     buffer = waiting.pop(tag)
                     seconds += before.get(tag, 0.0)
                     arrived += nbytes
-                    if error is not None:
+                    if isinstance(error, ReadTimeoutError):
+                        # Not made anew: the buffer is not ours any more, and the checkpoint may be on the same disk.
+                        failed["timeout"] += 1
+                        yield self._bad(tag, nbytes, seconds, "timeout", str(error))
+                    elif error is not None:
                         failed["io"] += 1
                         yield self._restored(tag, buffer, nbytes, seconds, "io", str(error), None)
                     elif nbytes != stride:

@@ -70,7 +70,7 @@ class MemoryPack:
 
     def _read(self, request: RowRequest) -> RowResult:
         started = time.perf_counter()
-        layer, expert, buffer, _ = request
+        layer, expert, buffer = request[:3]
         source = self._rows[(layer * self.header.experts + expert) % self.distinct]
         np.copyto(np.frombuffer(buffer, dtype=np.uint8)[: source.size], source)
         return RowResult(layer, expert, source.size, time.perf_counter() - started, None)

@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+from ziggurat.stores.readers.late import LateRead
+
 DirectMode = Literal["auto", "always", "never"]
 
 
 class ReadJob(NamedTuple):
-    """Fill `buffer` (writable, contiguous, not empty) from byte `offset` on. `tag` is the caller's own."""
+    """Fill `buffer` (writable, contiguous, not empty) from byte `offset` on. `tag` is the caller's own.
+
+    late: takes the buffer over if its read is given up: it may be written to until the LateRead is over, which may be
+    never. Called before the job's end is yielded, or before the generator ends if it is left early. A job without it is
+    waited for as long as the kernel takes.
+    """
 
     offset: int
     buffer: memoryview
     tag: int
+    late: Callable[[LateRead], None] | None = None
 
 
 class ReadDone(NamedTuple):
@@ -49,7 +57,9 @@ class Reader(Protocol):
         """Run the jobs and yield each one's end in order of completion. Neighbours in the file may be one read.
 
         Reading starts when the generator is first advanced. All reads that were started are over when it ends,
-        raises or is closed, so no buffer is written to after that.
+        raises or is closed, so no buffer is written to after that, except those that were handed to their job's `late`:
+        of reads that took longer than the reader's timeout, whose end is a ReadTimeoutError, or that were still under
+        way a moment after the generator was left.
         `arrived(job)` is called in a thread of the reader's after a job's bytes arrived in full and before its end
         is yielded; what it raises is raised by the generator.
         fresh: read from the disk again what the page cache may hold.
@@ -74,5 +84,7 @@ class Reader(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for reads in progress and let the file go. A later `read` raises ValueError. Idempotent."""
+        """Wait for reads in progress, but for late ones, and let the file go. A later `read` raises ValueError.
+
+        Idempotent."""
         ...

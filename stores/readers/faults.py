@@ -195,11 +195,11 @@ class FaultyReader:
                 elif "short" in kinds:
                     half = job.buffer.nbytes // 2 // _PAGE * _PAGE
                     if half:
-                        passed.append(ReadJob(job.offset, job.buffer.cast("B")[:half], place))
+                        passed.append(ReadJob(job.offset, job.buffer.cast("B")[:half], place, job.late))
                     else:
                         failed.append(ReadDone(job.tag, 0, 0.0, None))
                 else:
-                    passed.append(ReadJob(job.offset, job.buffer, place))
+                    passed.append(job._replace(tag=place))
 
         def spoil(job: ReadJob) -> None:
             wanted = work[job.tag]

@@ -14,12 +14,24 @@ from ziggurat.stores.readers.base import DirectMode, ReadJob
 # Direct I/O needs offset, length and address aligned to the device's block size; 4 KiB suits every common one.
 DIRECT_ALIGNMENT = 4096
 
+# f_type of filesystems over block devices and in memory. Others (FUSE, those of networks) may wait for the other side
+# while a read is being begun, although they were told not to wait.
+_LOCAL = {
+    0xEF53,  # ext2 to ext4
+    0x58465342,  # XFS
+    0x9123683E,  # btrfs
+    0xF2F52010,  # F2FS
+    0x01021994,  # tmpfs
+    0x794C7630,  # overlayfs
+}
+
 
 class ReadableFile:
     """Descriptors of one file. `buffered` always works; `direct` is None where direct I/O is refused or not wanted.
 
     mode: "auto" uses direct I/O for every job that is aligned for it, if the filesystem takes it, and buffered reads
     otherwise; "always" refuses both to fall back and to run a misaligned job; "never" reads buffered.
+    local: whether beginning a read is known not to wait for it.
     Raises ReaderError if the file cannot be opened this way.
     """
 
@@ -38,6 +50,7 @@ class ReadableFile:
             raise ReaderError(
                 f"{path}: its filesystem does not take direct I/O; set tiers.disk.direct to auto or never"
             )
+        self.local = _filesystem(self.buffered) in _LOCAL
         self._closed = False
 
     def check(self, job: ReadJob) -> None:
@@ -88,6 +101,12 @@ class ReadableFile:
             os.close(fd)
             return None
         return fd
+
+
+def _filesystem(fd: int) -> int:
+    """Which kind of filesystem a file is on, by the kernel's number; 0 if it does not say."""
+    found = (ctypes.c_long * 64)()  # struct statfs, larger than it is anywhere; the kind comes first
+    return int(found[0]) & 0xFFFFFFFF if ctypes.CDLL(None).fstatfs(fd, found) == 0 else 0
 
 
 def is_aligned(offset: int, nbytes: int, address: int) -> bool:

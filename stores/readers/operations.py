@@ -6,10 +6,12 @@ import errno
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 
 from ziggurat.stores.readers.base import ReadDone, ReadJob
 from ziggurat.stores.readers.files import address_of, is_aligned
+from ziggurat.stores.readers.late import LateRead, ReadTimeoutError
 
 MAX_MERGED_BYTES = 8 << 20  # beyond this a larger read is no faster, and its first row comes later
 MIN_MERGED_BYTES = 512 << 10  # below this a read costs more than the disk's share of it
@@ -78,6 +80,29 @@ class Operation:
                 )
                 again.append(single)
         return ends, arrived, again
+
+    def timed_out(self, path: Path, seconds: float, *, begun: bool = True) -> list[ReadDone]:
+        """The ends of jobs whose read is given up, or not begun for want of hope."""
+        return [
+            ReadDone(
+                job.tag,
+                0,
+                seconds / len(self.jobs),
+                ReadTimeoutError(path, job.offset, view.nbytes, seconds, begun=begun),
+            )
+            for job, view in zip(self.jobs, self.views, strict=True)
+        ]
+
+    @property
+    def can_be_late(self) -> bool:
+        """Whether it may be given up: somebody takes over every buffer."""
+        return all(job.late is not None for job in self.jobs)
+
+    def hand_over(self, late: LateRead) -> None:
+        """Tell the jobs that their buffers may be written to until `late` is over."""
+        for job in self.jobs:
+            if job.late is not None:
+                job.late(late)
 
     def file_end(self) -> OSError:
         """The error of a read that found the end of the file."""

@@ -18,9 +18,10 @@ from typing import NamedTuple
 # The same numbers on every architecture.
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
 _OFF_SQ_RING, _OFF_SQES = 0, 0x10000000
-_FEATURES = 0b111  # one mapping for both rings, completions never dropped, arguments stable after submission
+# One mapping for both rings, completions never dropped, arguments stable after submission, waiting with a timeout.
+_FEATURES = 0b111 | 1 << 8
 _COOP_TASKRUN = 1 << 8  # 5.19: no interrupt to the submitting thread at each completion
-_ENTER_GETEVENTS = 1
+_ENTER_GETEVENTS, _ENTER_EXT_ARG = 1, 1 << 3
 _REGISTER_BUFFERS, _REGISTER_FILES = 0, 2
 _SQE = struct.Struct("<BBHiQQIIQHHiQQ")
 _CQE = struct.Struct("<QiI")
@@ -56,7 +57,7 @@ class Ring:
             sq_entries, cq_entries = struct.unpack_from("<II", params, 0)
             (features,) = struct.unpack_from("<I", params, 20)
             if features & _FEATURES != _FEATURES:
-                raise OSError(errno.ENOSYS, "this kernel's io_uring is too old (5.6 is needed)")
+                raise OSError(errno.ENOSYS, "this kernel's io_uring is too old (5.11 is needed)")
             sq = struct.unpack_from("<7I", params, 40)  # head, tail, mask, entries, flags, dropped, array
             cq = struct.unpack_from("<6I", params, 80)  # head, tail, mask, entries, overflow, cqes
             size = max(sq[6] + 4 * sq_entries, cq[5] + _CQE.size * cq_entries)
@@ -150,23 +151,33 @@ class Ring:
         )  # fmt: skip
         self._tail = (self._tail + 1) & 0xFFFFFFFF
 
-    def enter(self, wait: bool) -> None:
-        """Submit what was pushed; `wait` until at least one completion is there (or a signal came).
+    def enter(self, wait: bool, timeout: float | None = None) -> None:
+        """Submit what was pushed; `wait` until at least one completion is there, a signal came, or `timeout` seconds
+        have passed.
 
         The lock of the interpreter is free meanwhile. Raises OSError if the ring is broken.
         """
         self._sq_tail.value = self._tail  # the system call is the barrier
         # What is left is asked of the kernel each time: a count of our own would be wrong once a signal's exception
         # came between the call and its booking, and then never reach zero.
+        argument: ctypes.Array[ctypes.c_uint64] | None = None
+        if wait and timeout is not None:
+            nanoseconds = max(0, int(timeout * 1e9))
+            span = (ctypes.c_int64 * 2)(*divmod(nanoseconds, 10**9))
+            argument = (ctypes.c_uint64 * 3)(0, 0, ctypes.addressof(span))  # no signal mask, and how long
+        size = ctypes.c_size_t(0 if argument is None else ctypes.sizeof(argument))
         while (pushed := (self._tail - self._sq_head.value) & 0xFFFFFFFF) or wait:
             flags = _ENTER_GETEVENTS if wait else 0
+            flags |= 0 if argument is None else _ENTER_EXT_ARG
             numbers = (ctypes.c_uint(pushed), ctypes.c_uint(wait), ctypes.c_uint(flags))
-            done = int(_syscall(_ENTER, self._fd, *numbers, None, ctypes.c_size_t(0)))
+            done = int(_syscall(_ENTER, self._fd, *numbers, argument, size))
             if done >= pushed:
                 return
             if done >= 0:
                 continue
             number = ctypes.get_errno()
+            if number == errno.ETIME:
+                return
             if number == errno.EINTR:
                 return  # Python's signal handlers run in the caller, which comes again
             if number in (errno.EAGAIN, errno.EBUSY):

@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from ctypes import addressof, c_uint64
+from itertools import takewhile
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Lock
@@ -23,6 +24,8 @@ from ziggurat.stores.errors import ReaderError
 from ziggurat.stores.readers import ring as io
 from ziggurat.stores.readers.base import Arrived, DirectMode, ReadDone, ReadJob
 from ziggurat.stores.readers.files import DIRECT_ALIGNMENT, ReadableFile, address_of
+from ziggurat.stores.readers.late import GRACE, LateReads
+from ziggurat.stores.readers.late_rings import LateOperations, await_late, reap_late
 from ziggurat.stores.readers.operations import (
     MAX_INFLIGHT_BYTES,
     Operation,
@@ -44,7 +47,8 @@ _SPARE_ENTRIES = 4  # for the event and the cancellation
 class UringReader:
     """A `Reader` over io_uring. depth: reads under way of one `read`; `inflight_bytes` bounds their bytes (or one row).
 
-    threads: for `arrived`. direct: see `ReadableFile`.
+    threads: for `arrived`. direct: see `ReadableFile`. timeout: seconds after which a read is given up; None waits for
+    ever. While `threads` reads that were given up have not returned, reads fail at once.
     Raises ReaderError if the file cannot be opened this way or io_uring cannot be used, saying why.
     """
 
@@ -58,6 +62,7 @@ class UringReader:
         direct: DirectMode = "auto",
         depth: int = 64,
         inflight_bytes: int = MAX_INFLIGHT_BYTES,
+        timeout: float | None = None,
     ) -> None:
         if threads < 1 or depth < 1:
             raise ReaderError(f"a reader needs at least one thread and one read, not {min(threads, depth)}")
@@ -66,6 +71,8 @@ class UringReader:
         self.file = ReadableFile(path, direct)
         self.depth = depth
         self.inflight_bytes = inflight_bytes
+        self.timeout = timeout
+        self.late = LateReads(threads)
         self.threads = ThreadPoolExecutor(threads, thread_name_prefix="ziggurat-arrived")
         self._idle: list[_EventRing] = []
         self._running: set[_Session] = set()
@@ -123,7 +130,8 @@ class UringReader:
             idle, self._idle = self._idle, []
         for ring in idle:
             ring.close()
-        self.file.close()
+        if not self.late.count:  # or closing it may hang as well
+            self.file.close()
 
     def _read(self, work: list[ReadJob], arrived: Arrived | None, fresh: bool) -> Generator[ReadDone]:
         if not work:
@@ -141,14 +149,22 @@ class UringReader:
             while ends := session.step():
                 yield from ends
         finally:
-            session.finish()
-            with self._lock:
-                self._running.discard(session)
-                keep = not self._closed and session.ring.clean and len(self._idle) < _IDLE_RINGS
-                if keep:
-                    self._idle.append(session.ring)
-            if not keep:
-                session.ring.close()
+            try:
+                session.finish()
+            finally:  # also after a signal
+                self._put_away(session)
+
+    def _put_away(self, session: _Session) -> None:
+        with self._lock:
+            self._running.discard(session)
+            late = session.late
+            keep = not (self._closed or late) and session.ring.clean and len(self._idle) < _IDLE_RINGS
+            if keep:
+                self._idle.append(session.ring)
+        if late:
+            await_late(session.ring, late)
+        elif not keep:
+            session.ring.close()
 
     def _new_ring(self) -> _EventRing:
         ring = _EventRing(self.depth + _SPARE_ENTRIES)
@@ -216,6 +232,7 @@ class _Session:
         self._next: Operation | None = None
         self._arrived = arrived
         self._under_way: dict[int, _UnderWay] = {}
+        self.late: LateOperations = {}  # given up, and not over
         self._bytes = 0
         self._number = _FIRST_OPERATION
         self._hashing: set[Future[None]] = set()
@@ -230,12 +247,14 @@ class _Session:
             while True:
                 if self._finished:
                     raise ValueError(f"the reader of {self._reader.file.path} is closed")
+                ends = self._refuse()
                 self._launch()
-                ends = self._reap()
+                ends += self._reap()
                 if self._under_way and not ends:
                     self.ring.arm()
-                    self.ring.enter(True)
+                    self.ring.enter(True, self._patience())
                     ends = self._reap()
+                    ends += self._give_up(self._reader.timeout)
                 elif not ends and self._hashes:
                     ends.append(self._take(self._hashed.get()))
                 while True:
@@ -261,10 +280,14 @@ class _Session:
                 self._cancel()
             except OSError:
                 self.ring.clean = False
+            grace = perf_counter() + GRACE
             while self._under_way:
                 try:
-                    self.ring.enter(True)
+                    all_may_be_late = all(read.operation.can_be_late for read in self._under_way.values())
+                    self.ring.enter(True, grace - perf_counter() if all_may_be_late else None)
                     self._reap()
+                    if all_may_be_late and perf_counter() >= grace:
+                        self._give_up(0.0)
                 except OSError:
                     self.ring.clean = False  # a broken ring: closing it is all that is left
                     break
@@ -288,11 +311,50 @@ class _Session:
             self.ring.push(io.ASYNC_CANCEL, _CANCEL, address=number)
             self.ring.enter(False)  # one at a time: the ring has little room for more
 
+    def _patience(self) -> float | None:
+        """Seconds until the oldest read has taken too long; None if there is no such time."""
+        timeout = self._reader.timeout
+        if timeout is None:
+            return None
+        oldest = next((read.since for read in self._under_way.values() if read.operation.can_be_late), None)
+        return None if oldest is None else max(0.0, oldest + timeout - perf_counter())
+
+    def _give_up(self, seconds: float | None) -> list[ReadDone]:
+        """The ends of reads that began so long ago. They are cancelled, where that can be, and late until they end."""
+        ends: list[ReadDone] = []
+        if seconds is None:
+            return ends
+        now = perf_counter()
+        old = takewhile(lambda one: now - one[1].since >= seconds, self._under_way.items())  # in the order they began
+        for number, read in [one for one in old if one[1].operation.can_be_late]:
+            operation = read.operation
+            late = self._reader.late.begin()
+            # In this order, since a signal may come in between: memory that is handed over for nothing does no harm.
+            operation.hand_over(late)
+            self.late[number] = operation, late, read.keep
+            del self._under_way[number]
+            self._bytes -= operation.nbytes
+            ends += operation.timed_out(self._reader.file.path, now - read.since)
+            self.ring.push(io.ASYNC_CANCEL, _CANCEL, address=number)
+            self.ring.enter(False)  # one at a time: the ring has little room for more
+        return ends
+
+    def _refuse(self) -> list[ReadDone]:
+        """The ends of operations that are not begun since too many before them are late."""
+        reader = self._reader
+        if reader.timeout is None or not (reader.late.full or len(self.late) >= reader.depth):
+            return []
+        ends: list[ReadDone] = []
+        while (operation := self._next or self._waiting.take()) is not None:
+            self._next = None
+            ends += operation.timed_out(reader.file.path, 0.0, begun=False)
+        return ends
+
     def _launch(self) -> None:
         """Start as many operations as depth and bytes allow."""
         reader = self._reader
         started = False
-        while len(self._under_way) < reader.depth:
+        while len(self._under_way) + len(self.late) < reader.depth:
             operation = self._next or self._waiting.take()
             if operation is None:
                 break
@@ -313,7 +375,7 @@ class _Session:
         views, addresses = operation.rest()
         nbytes = min(operation.nbytes - operation.done, _MAX_READ)
         position, flags = (1, 0) if direct else (0, 0)
-        if not direct and nbytes >= _BUFFERED_ASYNC_BYTES:
+        if not file.local or (not direct and nbytes >= _BUFFERED_ASYNC_BYTES):
             flags |= io.ASYNC
         if ring.fixed_files:
             fd, flags = position, flags | io.FIXED_FILE
@@ -345,11 +407,16 @@ class _Session:
     def _reap(self) -> list[ReadDone]:
         ends: list[ReadDone] = []
         good: list[tuple[ReadJob, ReadDone]] = []
-        for number, result in self.ring.reap():
+        found = self.ring.reap()
+        if self.late:
+            reap_late(found, self.late)
+        for number, result in found:
             if number < _FIRST_OPERATION:
                 if number == _WAKE:
                     self.ring.woken()
                 continue
+            if number not in self._under_way:
+                continue  # late
             read = self._under_way.pop(number)
             operation = read.operation
             self._bytes -= operation.nbytes

@@ -68,7 +68,7 @@ def test_rows_are_the_encoders_bytes(
         assert sorted((r.layer, r.expert) for r in results) == [(q.layer, q.expert) for q in requests]
         for result in results:
             assert (result.error, result.nbytes, result.seconds >= 0) == (None, wanted.stride, True)
-        for layer, expert, buffer, _ in requests:
+        for layer, expert, buffer, *_ in requests:
             payload = verbatim_row(small.expert(layer, expert), 1, 0)
             row = torch.frombuffer(buffer, dtype=torch.uint8)
             assert torch.equal(row[: wanted.row_bytes], payload)

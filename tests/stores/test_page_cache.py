@@ -25,7 +25,7 @@ ROWS = [(0, 0), (0, 2), (1, 1)]  # no neighbours
 
 def _pread(path: Path) -> Reader:
     reader = PreadReader(path, threads=2, direct="never")
-    return _exactly(reader, reader._file)
+    return _exactly(reader, reader.file)
 
 
 def _uring(path: Path) -> Reader:

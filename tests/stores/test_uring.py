@@ -247,10 +247,10 @@ def test_closing_cancels_a_read_that_never_ends(tmp_path: Path, monkeypatch: pyt
     waits = threading.Event()
     enter = io.Ring.enter
 
-    def entered(ring: io.Ring, wait: bool) -> None:
+    def entered(ring: io.Ring, wait: bool, timeout: float | None = None) -> None:
         if wait:
             waits.set()
-        enter(ring, wait)
+        enter(ring, wait, timeout)
 
     monkeypatch.setattr(uring._EventRing, "enter", entered)
     reader = UringReader(fifo, threads=1, direct="never")
