@@ -86,7 +86,10 @@ def _arena_room(config: TiersConfig, headers: Iterable[PackHeader]) -> int | Non
     ours = sum(one.bytes for one in found.arenas if one.idle or one.key in keys)
     room = found.limit - sum(one.bytes for one in found.arenas) + ours
     have = found.allocatable
-    return max(0, room if have is None else min(room, have - memory_reserve(have) + ours))
+    if have is None:
+        return max(0, room)
+    # Reserved huge pages are not among what is available, and nobody else could use them.
+    return max(0, min(room, max(have - memory_reserve(have), found.huge_pages) + ours))
 
 
 class _Cuda:

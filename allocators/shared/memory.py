@@ -10,18 +10,46 @@ import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 
 from ziggurat.allocators import numa
 from ziggurat.allocators.populate import populate
 from ziggurat.allocators.shared.errors import ProtocolError
 
-__all__ = ["HUGE_PAGE", "check_file", "file_bytes", "make_file", "read_only", "renew", "touch"]
+__all__ = [
+    "HUGE_PAGE",
+    "check_file",
+    "file_bytes",
+    "free_huge_bytes",
+    "make_file",
+    "read_only",
+    "renew",
+    "touch",
+]
 
 HUGE_PAGE = 2 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 _CHUNK = 128 << 20
 _THREADS = 16
+
+
+def free_huge_bytes(node: int | None, *, sysfs: Path = Path("/sys")) -> int:
+    """Bytes of reserved 2 MiB pages that nobody has taken or was promised, of one NUMA node if it is named.
+
+    The memory that is available does not count them.
+    """
+    where = sysfs / ("kernel/mm" if node is None else f"devices/system/node/node{node}")
+
+    def read(name: str) -> int:
+        try:
+            return int((where / "hugepages" / "hugepages-2048kB" / name).read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return 0
+
+    # What was promised is not counted by node.
+    promised = read("resv_hugepages") if node is None else 0
+    return max(0, read("free_hugepages") - promised) * HUGE_PAGE
 
 
 def file_bytes(nbytes: int, huge: bool) -> int:

@@ -131,12 +131,14 @@ class ArenaStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """An arena process. limit: bytes of all its arenas; allocatable: bytes that it could take now, if it knows."""
+    """An arena process. limit: bytes of all its arenas; allocatable: bytes that it could take now, if it knows;
+    huge_pages: bytes of reserved huge pages that it could take besides."""
 
     pid: int
     limit: int
     allocatable: int | None
     arenas: tuple[ArenaStatus, ...]
+    huge_pages: int = 0
 
     @classmethod
     def parse(cls, message: Mapping[str, Any]) -> Status:
@@ -149,6 +151,7 @@ class Status:
             _number(message, "limit"),
             None if allocatable is None else _number(message, "allocatable"),
             tuple(_arena_status(one) for one in arenas),
+            _number(message, "huge_pages"),
         )
 
     def message(self) -> dict[str, Any]:

@@ -128,7 +128,10 @@ class Segments:
 
     def _make(self, want: Attach, progress: Progress) -> _Segment:
         self._make_room(want)
-        huge = self._huge
+        huge = self._fits_huge(want)
+        if self._huge and not huge:
+            free = memory.free_huge_bytes(want.node)
+            logger.warning("%s: %d bytes of huge pages are free, too few, so ordinary ones", want.label, free)
         try:
             data_bytes = memory.file_bytes(want.nbytes, huge)
             data = memory.make_file("ziggurat-arena", data_bytes, huge=huge)
@@ -156,6 +159,12 @@ class Segments:
         logger.info("%s: an arena of %d places, %d bytes", want.label, want.places, want.nbytes)
         return segment
 
+    def _fits_huge(self, want: Attach) -> bool:
+        """Whether there are huge pages for it; on its node, since one that lacks them does not get others'."""
+        needed = memory.file_bytes(want.nbytes, True)
+        nodes = {None, want.node}
+        return self._huge and all(memory.free_huge_bytes(node) >= needed for node in nodes)
+
     def _make_room(self, want: Attach) -> None:
         """Drop arenas that nobody uses, those that were not used for longest first, until this one has room."""
         while True:
@@ -163,7 +172,7 @@ class Segments:
                 taken = sum(one.data_bytes for one in self._segments.values())
                 have = self._allocatable()
                 room = self.limit - taken
-                if have is not None:
+                if have is not None and not self._fits_huge(want):  # reserved pages are not in it
                     room = min(room, have - self._reserve(have))
                 if want.nbytes <= room:
                     return
@@ -276,7 +285,8 @@ class Segments:
                 )
                 for one in self._segments.values()
             )
-            return Status(os.getpid(), self.limit, self._allocatable(), arenas)
+            huge_pages = memory.free_huge_bytes(None) if self._huge else 0
+            return Status(os.getpid(), self.limit, self._allocatable(), arenas, huge_pages)
 
     def end(self) -> None:
         """From here on holders leave because we do, and go on: nobody may evict what others read."""

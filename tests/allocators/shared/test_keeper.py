@@ -6,11 +6,13 @@ import ctypes
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.keepers import KEY, attach, frozen, gone, keeper, put, rows, settled, start_keeper
+from ziggurat.allocators import numa
 from ziggurat.allocators.shared import memory
 from ziggurat.allocators.shared.arena import SharedArena, attach_arena
 from ziggurat.allocators.shared.errors import (
@@ -20,6 +22,7 @@ from ziggurat.allocators.shared.errors import (
 from ziggurat.allocators.shared.lease import Lease, ask_status
 from ziggurat.allocators.shared.messages import Attach
 from ziggurat.allocators.shared.segments import Segments
+from ziggurat.allocators.topology import numa_nodes
 
 OTHER = "cd" * 32
 ROW = 5 * 8192
@@ -304,8 +307,56 @@ def test_without_huge_pages_ordinary_ones_are_taken(path: Path, caplog: pytest.L
         put(arena, 2, 20)
         assert rows(arena) == {20: 2}
         if not segments.status().arenas[0].huge:
-            assert "no huge pages" in caplog.text
+            assert "of huge pages are free, too few, so ordinary ones" in caplog.text
         arena.close()
+
+
+@pytest.fixture
+def huge_pages() -> Iterator[int]:
+    """Bytes of huge pages that are free for a test."""
+    reserved = Path("/proc/sys/vm/nr_hugepages")
+    before = int(reserved.read_text(encoding="ascii"))
+    try:
+        reserved.write_text(str(before + 8), encoding="ascii")
+    except OSError:
+        pytest.skip("huge pages cannot be reserved here")
+    try:
+        free = memory.free_huge_bytes(None)
+        if free < 8 * memory.HUGE_PAGE:
+            pytest.skip("the kernel has no 2 MiB pages left")
+        yield free
+    finally:
+        reserved.write_text(str(before), encoding="ascii")
+
+
+@pytest.mark.parametrize("node", [None, 0])
+def test_reserved_pages_are_taken_whatever_else_is_free(
+    path: Path, huge_pages: int, node: int | None
+) -> None:
+    """Reserved pages are no longer available memory; an arena that fits them needs nothing else."""
+    if node is not None and not numa_nodes():
+        pytest.skip("there are no NUMA nodes")
+    with keeper(path, huge=True, allocatable=lambda: 0) as segments:
+        assert segments.status().huge_pages == huge_pages
+        stride, places = 3 * 4096, 500  # rows that cross the borders of pages
+        want = Attach(KEY, "test", places, stride, node)
+        arena = attach_arena(path, want, 3)
+        (found,) = segments.status().arenas
+        assert (found.huge, found.bytes) == (True, 6 << 20)
+        assert memory.free_huge_bytes(node) == huge_pages - found.bytes
+        arena.tensor.fill_(7)
+        if node is not None:
+            pages = numa.sample_pages(arena.tensor[3].data_ptr(), places * stride, 600)
+            assert set(numa.nodes_of(pages)) == {node}
+        put(arena, 7, 70)
+        arena.close()
+        gone(segments)
+        again = attach_arena(path, want, 3)
+        assert [(place, tag) for place, tag, _ in again.share.published()] == [(7, 70)]
+        again.close()
+        other = Attach("cd" * 32, "test", 6000, stride)
+        with pytest.raises(ArenaRefusedError, match="are left to the arena process"):
+            attach_arena(path, other, 0)
 
 
 def test_progress_is_told(path: Path, segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
