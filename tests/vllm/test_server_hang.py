@@ -112,8 +112,9 @@ def test_a_server_can_be_ended_while_its_disk_is_gone(server: Server, disk: Hang
     time.sleep(LIMIT / 2)
     begun = time.monotonic()
     server.child.process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    connection.close()  # a server waits for its clients, whatever its disk does
     server.child.process.wait(60)
-    connection.close()
     _, alive = psutil.wait_procs(family, 60)
     took = time.monotonic() - begun
     assert not alive, [(one.pid, one.status(), one.name()) for one in alive]
