@@ -101,6 +101,7 @@ def test_defaults() -> None:
                 "direct": "auto",
                 "readers": 8,
                 "reader": "auto",
+                "read_timeout": 120.0,
                 "verify": "first-read",
                 "rebuild": True,
                 "faults": None,
@@ -483,3 +484,12 @@ def test_bytes_for_people() -> None:
         "1.00 TiB",
         "-4.00 KiB",
     ]
+
+
+def test_how_long_a_read_is_waited_for() -> None:
+    assert load("tiers: {disk: {path: p, read_timeout: 30}}\n").tiers.disk.read_timeout == 30.0
+    assert load("tiers: {disk: {path: p, read_timeout: 0.5}}\n").tiers.disk.read_timeout == 0.5
+    assert load("tiers: {disk: {path: p, read_timeout: null}}\n").tiers.disk.read_timeout is None
+    for wrong in ("0", "-1", "90000", '"30"', "true", ".inf"):
+        with pytest.raises(ConfigError, match=r"tiers\.disk\.read_timeout"):
+            load(f"tiers: {{disk: {{path: p, read_timeout: {wrong}}}}}\n")
