@@ -325,7 +325,9 @@ class _Session:
         if seconds is None:
             return ends
         now = perf_counter()
-        old = takewhile(lambda one: now - one[1].since >= seconds, self._under_way.items())  # in the order they began
+        old = takewhile(
+            lambda one: now - one[1].since >= seconds, self._under_way.items()
+        )  # in the order they began
         for number, read in [one for one in old if one[1].operation.can_be_late]:
             operation = read.operation
             late = self._reader.late.begin()
