@@ -8,8 +8,8 @@ which takes less time and, where engines disturbed each other, would show it. On
 under the same captured graphs: its pool has a slot for every expert and is told how many of them to use. `small`
 allocates a quarter and compares with what `full` has written; so do `inline`, whose layers fetch their own rows from an
 arena that has all, `ahead`, where they also fetch what the next layer is likely to want, and `inline-disk`, whose arena
-has a third. Prints a table, writes FOLDER/gate.json; status 0 if everything is as it must be. --cpu: a short run with
-the CPU as the device.
+has a third and which runs fewer batches. Prints a table, writes FOLDER/gate.json; status 0 if everything is as it must
+be. --cpu: a short run with the CPU as the device.
 """
 
 from __future__ import annotations

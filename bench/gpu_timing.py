@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
 from bench.kernel_names import short_name
 
 Work = Callable[[], object]
+
+
+class Span(NamedTuple):
+    """A kernel's run: microseconds, `start` since some moment that all spans of a trace share."""
+
+    name: str
+    start: float
+    us: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.us
 
 
 def captured(work: Sequence[Work]) -> torch.cuda.CUDAGraph:
@@ -50,17 +63,26 @@ def replay_us(
     return median(times) * 1e3 / pieces
 
 
-def kernel_split(graph: torch.cuda.CUDAGraph, pieces: int) -> dict[str, float]:
-    """Microseconds of each kernel in one of the graph's pieces, by kernel name; launch gaps are in none of them."""
+def spans_of(graph: torch.cuda.CUDAGraph) -> list[Span]:
+    """Every kernel and copy of one replay, in the order of their starts."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         graph.replay()
         torch.cuda.synchronize()
+    found = [
+        Span(short_name(event.name), float(event.time_range.start), float(event.device_time))
+        for event in profiled.events() or ()
+        if str(event.device_type).endswith("CUDA")
+    ]
+    return sorted(found, key=lambda span: span.start)
+
+
+def kernel_split(spans: Sequence[Span], pieces: int) -> dict[str, float]:
+    """Microseconds of each kernel in one of a graph's pieces, by kernel name; launch gaps are in none of them."""
     total: dict[str, float] = defaultdict(float)
-    for event in profiled.events() or ():
-        if str(event.device_type).endswith("CUDA"):
-            total[short_name(event.name)] += event.device_time
+    for span in spans:
+        total[span.name] += span.us
     return {name: round(us / pieces, 3) for name, us in sorted(total.items(), key=lambda item: -item[1])}
 
 

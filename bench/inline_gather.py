@@ -3,9 +3,9 @@
     python bench/inline_gather.py [--codec w2] [--shapes ds4 qwen] [--misses 1 2 4 6 8 16 32]
 
 A graph of a few layers, each routed to so many experts. Before one replay every slot is emptied, so that all of them
-are missing; in the next one none is. Reported: bytes over the time of the gather kernels, from a trace; bytes over what
-the misses add to the graph; and what admission adds when nothing is missing, against the same layers without it.
-Written to `inline_gather.json` in the result folder.
+are missing; in the next one none is. Reported: bytes over the time of the gathers, from a trace, which begins when the
+list of rows is there; bytes over what the misses add to the graph; and what admission adds when nothing is missing,
+against the same layers without it. Written to `inline_gather.json` in the result folder.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from bench.gpu_timing import Span  # noqa: E402
 from bench.random_rows import random_rows  # noqa: E402
 from bench.results_io import provenance, results_folder, write_json  # noqa: E402
 from ziggurat.kernels.admission import COPIES, Admission, make_admission  # noqa: E402
@@ -38,7 +39,7 @@ SHAPES = {"ds4": ExpertGeometry(4096, 2048), "qwen": ExpertGeometry(2048, 768)}
 """DeepSeek-V4-Flash's experts, w2 rows of 6.75 MiB, and Qwen3-30B-A3B's, of 1.27 MiB."""
 LAYERS, EXPERTS, MOST_K = 8, 256, 8
 _REPEATS = 9
-_GATHER = "gather_missing"
+_GATHER, _ROUTE = "gather_missing", "route"
 
 
 @dataclass(slots=True)
@@ -159,7 +160,7 @@ def measure(
 
 def _one(layers: Layers, stride: int, link: float) -> dict[str, Any]:
     """Microseconds of a layer, and shares of the link."""
-    from bench.gpu_timing import captured, kernel_split
+    from bench.gpu_timing import captured, kernel_split, spans_of
 
     layers.empty()
     admitted = captured([lambda: layers.run(layers.admission)])
@@ -179,19 +180,35 @@ def _one(layers: Layers, stride: int, link: float) -> dict[str, Any]:
     us = {name: median(each) / LAYERS for name, each in times.items()}
     layers.empty()
     torch.cuda.synchronize()
-    split = kernel_split(admitted, LAYERS)
+    spans = spans_of(admitted)
+    split = kernel_split(spans, LAYERS)
     gather = next((time for kernel, time in split.items() if kernel.startswith(_GATHER)), None)
+    copying = copying_us(spans)
     nbytes = misses * stride
     return {
         "link_gb_per_s": link,
         "layer_us": {name: round(one, 2) for name, one in us.items()},
         "gather_us": gather,
-        "gather_of_link": None if not gather else round(nbytes / gather / 1e3 / link, 4),
+        "copying_us": None if copying is None else round(copying, 3),
+        "gather_of_link": None if copying is None else round(nbytes / copying / 1e3 / link, 4),
         "added_of_link": round(nbytes / (us["missing"] - us["present"]) / 1e3 / link, 4),
         "ratio": round(us["missing"] / (us["plain"] + nbytes / link / 1e3), 4),
         "idle_overhead": round(us["present"] / us["plain"] - 1, 4),
         "kernels_us": split,
     }
+
+
+def copying_us(spans: Sequence[Span]) -> float | None:
+    """Microseconds of a gather from when it knows what to copy: it starts early, beside the route kernel that lists the
+    rows, and waits for its end. The median over the gathers of a trace; None if it has none."""
+    times = []
+    listed = float("-inf")
+    for span in spans:
+        if span.name.startswith(_ROUTE):
+            listed = span.end
+        elif span.name.startswith(_GATHER):
+            times.append(span.end - max(span.start, listed))
+    return median(times) if times else None
 
 
 def _us(graph: torch.cuda.CUDAGraph) -> float:
@@ -210,7 +227,7 @@ def line(run: dict[str, Any]) -> str:
     us = run["layer_us"]
     gather = "no trace"
     if run["gather_us"] is not None:
-        gather = f"{run['gather_us']:.1f} us, {run['gather_of_link']:.2f} of the link"
+        gather = f"{run['copying_us']:.1f} us, {run['gather_of_link']:.2f} of the link"
     return (
         f"{run['shape']}, {run['misses']} misses ({run['tokens']} tokens): layer {us['plain']:.1f} us plain, "
         f"{us['present']:.1f} admitting ({run['idle_overhead']:+.1%}), {us['missing']:.1f} missing; gather {gather}; "

@@ -21,32 +21,38 @@ def inline(result: Mapping[str, Any], markdown: Markdown) -> str:
 
 
 def _decode(result: Mapping[str, Any], markdown: Markdown) -> str:
+    beside = links_beside(result)
+    links = 1 if beside else 0
     rows: list[list[str]] = []
     for case in result["cases"]:
         if "resident_ms" not in case:
             continue
         work = case["resident_ms"]["mean"]
-        rows.append([f"{case['label']}: all resident", f"{work:.2f} ms", *[""] * 8])
+        rows.append([f"{case['label']}: all resident", f"{work:.2f} ms", *[""] * (8 + links)])
         if "forced" in case:
             forced = case["forced"]
             rows.append(
                 [
                     f"{case['label']}: all resident, admitting",
                     f"{forced['step_ms']['mean']:.2f} ms",
-                    *[""] * 3,
+                    *[""] * (3 + links),
                     f"{1 + forced['overhead']:.3f}",
                     *[""] * 3,
-                    _bits(forced),
+                    bits(forced),
                 ]
             )
         rows += [
-            _run(case["label"], one, mode) for one in case.get("runs", ()) for mode in _MODES if mode in one
+            _run(case["label"], one, mode, beside)
+            for one in case.get("runs", ())
+            for mode in _MODES
+            if mode in one
         ]
     header = [
         "routing: coverage, misses",
         "step",
         "missed rows",
         "missed",
+        *(["link, GB/s"] if beside else []),
         "on the link",
         "ratio",
         "of the limit",
@@ -57,14 +63,44 @@ def _decode(result: Mapping[str, Any], markdown: Markdown) -> str:
     notes = (
         f"{result['layers']} layers of {result['experts']} experts, top-{result['top_k']}, hidden {result['hidden']}, "
         f"intermediate {result['intermediate']}, `{result['codec']}` rows of {result['row_bytes'] / 2**20:.2f} MiB, "
-        f"{result['dense_mb_per_layer']:.0f} MB of other weights a layer. Link: {result['link_gb_per_s']} GB/s, large "
-        "copies from page-locked memory in the same run. Mean times of a step; ratio: to the resident step plus the "
-        "missed bytes over the link (for `admitting`: to the resident step, medians); of the limit: to the larger of "
-        "the two."
+        f"{result['dense_mb_per_layer']:.0f} MB of other weights a layer. {said_of_links(result)} Mean times of a "
+        "step; ratio: to the resident step plus the missed bytes over the link (for `admitting`: to the resident step, "
+        "medians); of the limit: to the larger of the two."
     )
     if hosts := [_host(case) for case in result["cases"] if "resident_host_us" in case and "forced" in case]:
         notes += f" Before the launch the host takes, of all resident and admitting: {'; '.join(hosts)}."
     return f"{markdown(header, rows)}\n{notes}\n"
+
+
+def links_beside(result: Mapping[str, Any]) -> bool:
+    """Whether the link was measured beside each run; results from before that have one for all."""
+    return any(
+        "ratio_to_best_link" in run
+        for case in result["cases"]
+        for one in case.get("runs", ())
+        for run in one.values()
+        if isinstance(run, Mapping)
+    )
+
+
+def said_of_links(result: Mapping[str, Any]) -> str:
+    """Where the GB/s of a table come from, in a sentence or two."""
+    best = result["link_gb_per_s"]
+    if not links_beside(result):
+        return f"Link: {best} GB/s, large copies from page-locked memory in the same run."
+    return (
+        "Link: large copies from page-locked memory between the steps of the same line, the mean of a "
+        f"few samples; in brackets the same ratio with the best sample of the whole run, {best:.1f} GB/s (the "
+        f"slowest: {result['slowest_link_gb_per_s']:.1f})."
+    )
+
+
+def ratio_cell(run: Mapping[str, Any], name: str) -> str:
+    """`ratio` or `limit_ratio` of a run, with the one to the best link behind it."""
+    if name not in run:
+        return ""
+    best = run.get(f"{name}_to_best_link")
+    return f"{run[name]:.3f}" + ("" if best is None else f" ({best:.3f})")
 
 
 def _host(case: Mapping[str, Any]) -> str:
@@ -81,7 +117,7 @@ def ahead(result: Mapping[str, Any], markdown: Markdown) -> str:
                 continue
             plain, run = one["inline"], one["ahead"]
             gain = run["step_ms"]["mean"] / plain["step_ms"]["mean"] - 1
-            limits = [str(each.get("limit_ratio", "")) for each in (plain, run)]
+            limits = [ratio_cell(each, "limit_ratio") for each in (plain, run)]
             guesses = run.get("ahead")
             rows.append(
                 [
@@ -92,7 +128,7 @@ def ahead(result: Mapping[str, Any], markdown: Markdown) -> str:
                     *limits,
                     f"{run['missed_rows_per_step']:.1f}",
                     *(_guesses(guesses) if guesses else [""] * 4),
-                    _bits(run),
+                    bits(run),
                 ]
             )
     header = [
@@ -112,7 +148,7 @@ def ahead(result: Mapping[str, Any], markdown: Markdown) -> str:
     note = (
         f"{result['layers']} layers of {result['experts']} experts, top-{result['top_k']}, `{result['codec']}` rows of "
         f"{result['row_bytes'] / 2**20:.2f} MiB, {result['dense_mb_per_layer']:.0f} MB of other weights a layer, "
-        f"{result['lookahead']} guesses a token. Link: {result['link_gb_per_s']} GB/s. Mean times of a step; limit: "
+        f"{result['lookahead']} guesses a token. {said_of_links(result)} Mean times of a step; limit: "
         "the larger of the resident step and the missed bytes over the link."
     )
     return f"{markdown(header, rows)}\n{note}\n\n{origin(result)}\n"
@@ -127,7 +163,7 @@ def _guesses(found: Mapping[str, float]) -> list[str]:
     ]
 
 
-def _run(label: str, one: Mapping[str, Any], mode: str) -> list[str]:
+def _run(label: str, one: Mapping[str, Any], mode: str, beside: bool) -> list[str]:
     run = one[mode]
     predicted = one.get("predicted", {}) if mode == "inline" else {}
     return [
@@ -135,16 +171,23 @@ def _run(label: str, one: Mapping[str, Any], mode: str) -> list[str]:
         f"{run['step_ms']['mean']:.2f} ms",
         f"{run['missed_rows_per_step']:.1f}",
         f"{run['missed_mib_per_step']:.1f} MiB",
+        *([link_cell(run)] if beside else []),
         f"{run['link_ms']:.2f} ms" if "link_ms" in run else "",
-        f"{run['ratio']:.3f}" if "ratio" in run else "",
-        f"{run['limit_ratio']:.3f}" if "limit_ratio" in run else "",
+        ratio_cell(run, "ratio"),
+        ratio_cell(run, "limit_ratio"),
         f"{run['passes_per_step']:.2f}",
         f"{predicted['step_ms']:.2f} ms ({predicted['error']:+.0%})" if "error" in predicted else "",
-        _bits(run),
+        bits(run),
     ]
 
 
-def _bits(run: Mapping[str, Any]) -> str:
+def link_cell(run: Mapping[str, Any]) -> str:
+    """GB/s."""
+    return f"{run['link_gb_per_s']:.1f}" if "link_gb_per_s" in run else ""
+
+
+def bits(run: Mapping[str, Any]) -> str:
+    """Whether a run had the bits of the resident one."""
     return "same" if run["same_bits"] else "DIFFERENT"
 
 
@@ -171,15 +214,21 @@ def _prompt(prompt: Mapping[str, Any], markdown: Markdown) -> str:
     if "ratio" in prompt:
         rows += [
             ["on the link", f"{prompt['link_ms']:.0f} ms"],
-            ["ratio to the longer of work and link", f"{prompt['ratio']:.3f}"],
+            ["ratio to the longer of work and link", _prompt_ratio(prompt)],
         ]
     rows += [
         [f"decode hits in the {hits['steps']} steps before", f"{hits['before']:.1%}"],
         [f"in the {hits['steps']} steps after", f"{hits['after']:.1%}"],
         ["in the same steps without the prompt", f"{hits['after_without_prompt']:.1%}"],
-        ["bits", _bits(prompt)],
+        ["bits", bits(prompt)],
     ]
     return markdown([f"prompt of {prompt['tokens']} tokens", ""], rows)
+
+
+def _prompt_ratio(prompt: Mapping[str, Any]) -> str:
+    if "ratio_to_best_link" not in prompt:
+        return f"{prompt['ratio']:.3f}"
+    return f"{ratio_cell(prompt, 'ratio')}, link {link_cell(prompt)} GB/s"
 
 
 def churn(result: Mapping[str, Any], markdown: Markdown) -> str:
@@ -228,7 +277,7 @@ def inline_gather(result: Mapping[str, Any], markdown: Markdown) -> str:
                 f"{us['plain']:.1f} us",
                 f"{us['present']:.1f} us ({run['idle_overhead']:+.1%})",
                 f"{us['missing']:.1f} us",
-                f"{run['gather_us']:.1f} us" if traced else "",
+                f"{run.get('copying_us', run['gather_us']):.1f} us" if traced else "",
                 f"{run['gather_of_link']:.2f}" if traced else "",
                 f"{run['added_of_link']:.2f}",
                 f"{run['ratio']:.3f}",
@@ -239,7 +288,7 @@ def inline_gather(result: Mapping[str, Any], markdown: Markdown) -> str:
         "layer, nothing fetched",
         "admitting, none missing",
         "all missing",
-        "gather kernel",
+        "gather",
         "of the link",
         "added bytes, of the link",
         "ratio",

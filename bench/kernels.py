@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from bench import vllm_peers  # noqa: E402
-from bench.gpu_timing import captured, kernel_split, measured_rates, replay_us  # noqa: E402
+from bench.gpu_timing import captured, kernel_split, measured_rates, replay_us, spans_of  # noqa: E402
 from bench.random_rows import random_rows  # noqa: E402
 from bench.results_io import provenance, results_folder, write_json  # noqa: E402
 from bench.shapes import SHAPES, MoeShape  # noqa: E402
@@ -214,7 +214,7 @@ def _measure(
             **floor(job.shape, count, distinct, job.expert_bytes, us, rates),
         }
         if count in SPLIT:
-            line["kernels_us"] = kernel_split(graph, len(calls))
+            line["kernels_us"] = kernel_split(spans_of(graph), len(calls))
         lines.append(line)
         del graph
     return lines

@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import gpu_tables, inline_tables, sizing, study_tables  # noqa: E402
+from bench import gpu_tables, inline_tables, offload_tables, sizing, study_tables  # noqa: E402
 from bench.policies import tables as policy_tables  # noqa: E402
 from bench.results_io import RESULTS, read_json  # noqa: E402
 from ziggurat.residency.metric_specs import markdown_table  # noqa: E402
@@ -265,6 +265,8 @@ GPU_RENDERERS: dict[str, Callable[[Mapping[str, Any], gpu_tables.Markdown], str]
     "harness": gpu_tables.harness,
     "inline": inline_tables.inline,
     "inline_ahead": inline_tables.ahead,
+    "inline_full": inline_tables.inline,
+    "offloaders": offload_tables.offloaders,
     "churn": inline_tables.churn,
     "inline_gather": inline_tables.inline_gather,
     "serve": gpu_tables.serve,

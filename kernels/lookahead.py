@@ -23,7 +23,7 @@ A place holds one row during a pass, and a tag comes once; so a spare with the r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -80,16 +80,26 @@ class LookaheadCounts:
     fetched: int
     used: int
 
+    @classmethod
+    def of(cls, words: Sequence[int]) -> LookaheadCounts:
+        """From `Lookahead.words`, as they are at some time. int32 [WORDS]."""
+        return cls(*(int(words[i]) & 0xFFFFFFFF for i in (GUESSED, MATCHED, FETCHED, USED)))
+
     def since(self, before: LookaheadCounts) -> LookaheadCounts:
         """What has come to it."""
         names = ("guessed", "matched", "fetched", "used")
         return LookaheadCounts(*((getattr(self, n) - getattr(before, n)) & 0xFFFFFFFF for n in names))
 
 
-def make_lookahead(admission: Admission) -> Lookahead:
-    """Nothing guessed yet; spares hold garbage."""
+NOTHING_GUESSED: Final = LookaheadCounts(0, 0, 0, 0)
+
+
+def make_lookahead(admission: Admission, words: torch.Tensor | None = None) -> Lookahead:
+    """Nothing guessed yet; spares hold garbage. words: memory for the words, int32 [WORDS] on the same device."""
     device = admission.pool.device
-    words = torch.zeros(WORDS, dtype=torch.int32, device=device)
+    if words is None:
+        words = torch.empty(WORDS, dtype=torch.int32, device=device)
+    words.zero_()
     words[VALID : CALLED_OFF + 1] = -1
     return Lookahead(
         torch.empty((SPARES, admission.pool.shape[1]), dtype=torch.uint8, device=device),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ziggurat.kernels.lookahead import CHUNK_BYTES
 from ziggurat.residency.fetch import SOURCES, Fetcher
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.heat import HeatMap
@@ -234,6 +235,11 @@ class Account:
         add("ziggurat_arena_misses_total", misses)
         add("ziggurat_tier_hits_total", rows, "arena")
         add("ziggurat_tier_misses_total", misses, "arena")
+        ahead = now.ahead.since(before.ahead)
+        add("ziggurat_lookahead_guessed_rows_total", ahead.guessed)
+        add("ziggurat_lookahead_wanted_rows_total", ahead.matched)
+        add("ziggurat_lookahead_fetched_bytes_total", ahead.fetched * CHUNK_BYTES)
+        add("ziggurat_lookahead_used_bytes_total", ahead.used * CHUNK_BYTES)
         if rows:
             writer.add_layers("ziggurat_layer_fetched_rows_total", now.by_layer - before.by_layer)
             self._booked = replace(now, by_layer=now.by_layer.copy())

@@ -1,4 +1,4 @@
-"""A thread that works in small portions and can be held between two of them."""
+"""Threads that work in small portions and can be held between two of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from ziggurat.residency.host_places import HostPlaces
 
 
 class BackgroundThread(ABC):
@@ -65,3 +67,44 @@ class BackgroundThread(ABC):
         with self._changed:
             self._working = False
             self._changed.notify_all()
+
+
+class CacheThread(BackgroundThread):
+    """One that also waits for what happens to a host cache, outside of its portions: its end wakes it there."""
+
+    def __init__(self, name: str, cache: HostPlaces) -> None:
+        super().__init__(name)
+        self._waits_at = cache
+
+    def close(self) -> None:
+        with self._changed:
+            self._stop = True
+        self._waits_at.wake()
+        super().close()
+
+
+class ReadingThread(CacheThread):
+    """Reads into a host cache whenever somebody has said that there is something to read. Subclasses write `_read`, one
+    portion, and `_idle`; they call `_wanted_something`."""
+
+    def _wanted_something(self) -> None:
+        """There is something to read: the thread begins with the first of it. Under the lock `_changed`."""
+        if self._thread.ident is None and not self._stop:
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _work(self) -> None:
+        while self._begin():
+            try:
+                self._read()
+            finally:
+                self._end()
+            self._wait()
+
+    @abstractmethod
+    def _read(self) -> None:
+        """Read a portion."""
+
+    def _wait(self) -> None:
+        """Until the next portion has a chance, if that is not at once. It ends when the cache wakes those who wait and
+        `_stop` is set."""

@@ -29,6 +29,7 @@ def describe_service(
         "eviction": config.policy.eviction,
         "host_eviction": config.policy.host,
         "miss_mode": config.miss.mode,
+        "lookahead": str(config.miss.lookahead),
         "layers": str(geometry.layers),
         "experts": str(geometry.experts),
         "top_k": str(geometry.top_k),

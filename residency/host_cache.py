@@ -123,8 +123,9 @@ class HostCache(HostPlaces):
         return self.policy.victim(self._busy()) if displaces_used else next(iter(unused), None)
 
     def read_early(self, keys: Iterable[int], spare: int) -> FillReport:
-        """Read rows that a scan is about to ask for into idle staging places, all but `spare` of them; for a
-        background thread. They wait there until they are asked for, or the place is, or `forget_early`."""
+        """Read rows that a scan is about to ask for, as many as there are idle staging places, all but `spare` of
+        them; for a background thread. They fill free places, as the scan's own do, or wait in these staging places
+        until they are asked for, or the place is, or `forget_early`."""
         plan: list[Reservation] = []
         report = FillReport()
         with self._changed:
@@ -132,13 +133,18 @@ class HostCache(HostPlaces):
             for key in keys:
                 if key in self._place_of or key in self._reading or key in self._staging:
                     continue
-                place = self._staging.take(self.quiet, give_up=False) if idle > spare else None
+                if key in self._passing:  # what comes next may have been said before somebody came to it
+                    continue
+                free = bool(self._free) and idle > spare
+                place = self._free.pop() if free else None
+                if place is None and idle > spare:
+                    place = self._staging.take(self.quiet, give_up=False)
                 if place is None:
                     report.full = True
                     break
                 idle -= 1
                 self._reading.add(key)
-                plan.append(Reservation(key, 0.0, place, "early"))
+                plan.append(Reservation(key, 0.0, place, "cache" if free else "early"))
         return self._read_ahead(plan, report)
 
     def forget_early(self) -> None:
@@ -213,6 +219,7 @@ class HostCache(HostPlaces):
                 weight = remaining.pop(key)
                 if key not in self._fixed:
                     self.policy.touch(key, weight)
+                    self._asked_for(key)
                     if weight > 0.0:
                         self._used(key)
                 batch.rows.append(self._arrived(key, place, "arena", 0.0, epoch))
@@ -235,6 +242,7 @@ class HostCache(HostPlaces):
             while True:
                 plan = self._plan(remaining, keep, insist)
                 self._reading.update(item.key for item in plan if item.role == "cache")
+                self._passing.update(item.key for item in plan if item.role == "staging")
                 if plan:
                     return plan
                 if any(key in self._place_of or key in self._staging for key in remaining):

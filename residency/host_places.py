@@ -67,6 +67,9 @@ class HostPlaces:
         self._foreground = 0  # requests that read from the pack at this moment
         self._fixed: set[int] = set()  # keys whose places are theirs for good; the policy does not know them
         self._reading: set[int] = set()  # keys on their way into a cache place
+        self._passing: set[int] = (
+            set()
+        )  # keys on their way through a staging place, to somebody who waits for them
         self._readers: list[list[int]] = [[] for _ in range(arena.places)]  # epochs that may read a place
         self._open_epochs: set[int] = set()
         self._last_epoch = 0
@@ -204,6 +207,10 @@ class HostPlaces:
     def _used(self, key: int) -> None:
         """Somebody but a scan wanted a row that can be found."""
         self._unused.discard(key)
+        self._asked_for(key)
+
+    def _asked_for(self, key: int) -> None:
+        """Somebody wanted it, a scan or not."""
         if key in self._ahead:
             self._ahead.remove(key)
             self.ahead_used += 1
@@ -277,6 +284,7 @@ class HostPlaces:
 
     def _publish(self, item: Reservation, seed: bool) -> None:
         if item.role == "staging":
+            self._passing.discard(item.key)
             self._staging.give(item.place)
             return
         self._reading.discard(item.key)
@@ -303,7 +311,9 @@ class HostPlaces:
                 self._ledger.vacate(item.place)
         else:
             self._staging.give(item.place)
-        if item.role != "staging":
+        if item.role == "staging":
+            self._passing.discard(item.key)
+        else:
             self._reading.discard(item.key)
 
 

@@ -193,6 +193,29 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec("ziggurat_inline_bytes_total", "counter", "Their bytes: rows x row stride"),
     MetricSpec(
+        "ziggurat_lookahead_guessed_rows_total",
+        "counter",
+        "Rows that were not in the pool and that a layer chose to fetch because it guessed them for the next one"
+        " (miss.lookahead)",
+    ),
+    MetricSpec(
+        "ziggurat_lookahead_wanted_rows_total",
+        "counter",
+        "Those of them that the next layer then missed, so that they were worth fetching",
+    ),
+    MetricSpec(
+        "ziggurat_lookahead_fetched_bytes_total",
+        "counter",
+        "Bytes that guesses took from the arena, in whole chunks of 32 KiB: at most that many, since a row's last chunk"
+        " may be smaller",
+    ),
+    MetricSpec(
+        "ziggurat_lookahead_used_bytes_total",
+        "counter",
+        "Those of them that were of wanted rows and that nobody had to fetch again, counted likewise; the others were"
+        " wasted",
+    ),
+    MetricSpec(
         "ziggurat_arena_misses_total",
         "counter",
         "Rows that a GPU wanted to fetch by itself and that were not in the arena",
@@ -318,7 +341,15 @@ METRICS: tuple[MetricSpec, ...] = (
         "info",
         "How the tiers are set up",
         labels=_texts(
-            "codec", "device", "eviction", "host_eviction", "miss_mode", "layers", "experts", "top_k"
+            "codec",
+            "device",
+            "eviction",
+            "host_eviction",
+            "miss_mode",
+            "lookahead",
+            "layers",
+            "experts",
+            "top_k",
         ),
     ),
     MetricSpec(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ziggurat.residency.background import BackgroundThread
+from ziggurat.residency.background import ReadingThread
 from ziggurat.residency.host_cache import FillReport, HostCache
 
 EVERY_STEPS = 256
@@ -13,7 +13,7 @@ MOST_BATCHES = 8
 """Batches read after one look: what heat says changes slowly, and the disk is there for those who wait."""
 
 
-class HeatReader(BackgroundThread):
+class HeatReader(ReadingThread):
     """Reads the hottest absent rows into free places of the arena, and in the place of colder ones that nobody has used
     since they came: a scan's, or those of an earlier start. A used row is the policy's to judge, which knows better.
 
@@ -30,7 +30,7 @@ class HeatReader(BackgroundThread):
         batch: int,
         report: Callable[[FillReport], None],
     ) -> None:
-        super().__init__("ziggurat-heat")
+        super().__init__("ziggurat-heat", cache)
         self._cache = cache
         self._hottest = hottest
         self._heat_of = heat_of
@@ -47,26 +47,13 @@ class HeatReader(BackgroundThread):
                 return
             self._steps = 0
             self._batches = MOST_BATCHES
-            if self._thread.ident is None and not self._stop:
-                self._thread.start()
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        with self._changed:
-            self._stop = True
-        self._cache.wake()
-        super().close()
+            self._wanted_something()
 
     def _idle(self) -> bool:
         return not self._batches
 
-    def _work(self) -> None:
-        while self._begin():
-            try:
-                self._read()
-            finally:
-                self._end()
-            self._cache.wait_until_idle(lambda: self._stop)
+    def _wait(self) -> None:
+        self._cache.wait_until_idle(lambda: self._stop)
 
     def _read(self) -> None:
         report = self._cache.promote(
@@ -77,7 +64,7 @@ class HeatReader(BackgroundThread):
             self._batches = self._batches - 1 if report.read else 0
 
 
-class EarlyReader(BackgroundThread):
+class EarlyReader(ReadingThread):
     """Reads the rows that a streamed pass comes to next, into staging places that nothing else needs right now, so that
     the disk works while a part is computed with.
 
@@ -85,7 +72,7 @@ class EarlyReader(BackgroundThread):
     """
 
     def __init__(self, cache: HostCache, spare: int, report: Callable[[FillReport], None]) -> None:
-        super().__init__("ziggurat-early")
+        super().__init__("ziggurat-early", cache)
         self._cache = cache
         self._spare = spare
         self._report = report
@@ -100,22 +87,14 @@ class EarlyReader(BackgroundThread):
         with self._changed:
             self._wanted = absent
             self._reads = bool(keys)
-            if absent and self._thread.ident is None and not self._stop:
-                self._thread.start()
-            self._changed.notify_all()
+            if absent:
+                self._wanted_something()
         if not keys:
             with self.paused():
                 self._cache.forget_early()
 
     def _idle(self) -> bool:
         return not self._wanted
-
-    def _work(self) -> None:
-        while self._begin():
-            try:
-                self._read()
-            finally:
-                self._end()
 
     def _read(self) -> None:
         with self._changed:

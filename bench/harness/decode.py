@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
+from bench.harness.link import Link
 from bench.harness.measure import Run, run_steps, start_anew
 from bench.harness.memory import SharedMemory
 from bench.harness.routing import Routing
@@ -51,23 +54,24 @@ def measure(
     done: Done,
     modes: Sequence[str] = (INLINE, REPLAY),
     lookahead: int = 0,
+    link: Link | None = None,
     visit: Visit = lambda service, mode, coverage: None,
 ) -> None:
     """Fills `cases`. coverages: shares of the rows. left: seconds for more; without any, no pool is begun any more.
-    modes: AHEAD is INLINE with `lookahead` guesses a token, those of the cases' stacks.
+    modes: AHEAD is INLINE with `lookahead` guesses a token, those of the cases' stacks. link: sampled beside each case.
 
     done: called after each pool, to save what there is. visit: called with each service after its cases, the mode and
     the coverage; the all-resident one's mode is "auto", or FORCED where its layers admit nevertheless.
     """
     rows = memory.shape.rows
-    with memory.service(rows, "auto") as service:
+    with _told("all resident"), memory.service(rows, "auto") as service:
         for case in cases:
-            case.resident = run(service, case)
+            case.resident = run(service, case, link)
         visit(service, "auto", 1.0)
     done()
-    with memory.service(rows, INLINE) as service:
+    with _told("all resident, admitting"), memory.service(rows, INLINE) as service:
         for case in cases:
-            case.forced = run(service, case)
+            case.forced = run(service, case, link)
         visit(service, FORCED, 1.0)
     done()
     for coverage in coverages:
@@ -77,13 +81,15 @@ def measure(
                 print(f"no time left for {mode} at {coverage:.0%}", flush=True)
                 continue
             ahead = mode == AHEAD
-            with memory.service(
-                slots, INLINE if ahead else mode, lookahead=lookahead if ahead else 0
-            ) as service:
+            served = INLINE if ahead else mode
+            with (
+                _told(f"{mode} at {coverage:.0%}"),
+                memory.service(slots, served, lookahead=lookahead if ahead else 0) as service,
+            ):
                 for case in cases:
                     if ahead:
                         service.lookahead.by(case.stack.guess)
-                    case.runs.setdefault(coverage, {})[mode] = run(service, case)
+                    case.runs.setdefault(coverage, {})[mode] = run(service, case, link)
                 visit(service, mode, coverage)
             done()
         for case in cases:
@@ -97,15 +103,24 @@ def slots_of(memory: SharedMemory, coverage: float) -> int:
     return max(1, round(memory.shape.rows * coverage))
 
 
-def run(service: ExpertService, case: Case) -> Run:
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Says how long it took."""
+    began = time.monotonic()
+    yield
+    print(f"{what}: {time.monotonic() - began:.1f} s", flush=True)
+
+
+def run(service: ExpertService, case: Case, link: Link | None = None) -> Run:
     """The steps of a case from a warm start."""
     start_anew(service)
     graph = case.stack.device.type == "cuda"
-    return run_steps(service, case.stack, case.routing, warm=case.warm, graph=graph)
+    return run_steps(service, case.stack, case.routing, warm=case.warm, graph=graph, link=link)
 
 
 def report(case: Case, stride: int, rows: int, link: float | None) -> dict[str, Any]:
-    """What goes into a result file. rows: of all layers. link: GB/s, None where there is none to measure."""
+    """What goes into a result file. rows: of all layers. link: the best GB/s of the whole process, None where there is
+    none to measure."""
     result: dict[str, Any] = {
         "label": case.label,
         "tokens": case.routing.tokens,
@@ -120,6 +135,8 @@ def report(case: Case, stride: int, rows: int, link: float | None) -> dict[str, 
         return result
     result["resident_ms"] = _ms(resident)
     result["resident_host_us"] = _host(resident)
+    if resident.link is not None:
+        result["resident_link_gb_per_s"] = round(resident.link, 2)
     if case.forced is not None:
         forced = _ms(case.forced)
         result["forced"] = {
@@ -151,8 +168,7 @@ def _host(run: Run) -> dict[str, float]:
 
 
 def _mode(run: Run, resident: Run, stride: int, link: float | None) -> dict[str, Any]:
-    """One mode at one coverage. ratio: of resident step plus missed bytes over the link; limit_ratio: of the larger of
-    the two, which no order of work can beat."""
+    """One mode at one coverage."""
     steps = len(run.ms)
     rows = run.rows / steps
     ahead = run.ahead
@@ -165,11 +181,7 @@ def _mode(run: Run, resident: Run, stride: int, link: float | None) -> dict[str,
         "missed_mib_per_step": round(rows * stride / _MIB, 3),
         "same_bits": run.same_bits(resident),
     }
-    if link is not None:
-        link_ms, work = rows * stride / link / 1e6, mean(resident.ms)
-        found["link_ms"] = round(link_ms, 4)
-        found["ratio"] = round(mean(run.ms) / (work + link_ms), 4)
-        found["limit_ratio"] = round(mean(run.ms) / max(work, link_ms), 4)
+    found |= ratios(run, resident, stride, link)
     if ahead.guessed:
         chunk = CHUNK_BYTES / _MIB / steps
         found["ahead"] = {
@@ -183,6 +195,29 @@ def _mode(run: Run, resident: Run, stride: int, link: float | None) -> dict[str,
     return found
 
 
+def ratios(run: Run, resident: Run, stride: int, best: float | None) -> dict[str, Any]:
+    """A run's steps beside what the resident step and its rows over the link take; nothing without a link.
+
+    ratio: to the sum of the two; limit_ratio: to the larger of them, which no order of work can beat. The link is the
+    one that was sampled between the run's own steps. best: GB/s of the whole process, for the same ratios beside them.
+    """
+    beside = run.link or best
+    if beside is None or best is None:
+        return {}
+    took, work, nbytes = mean(run.ms), mean(resident.ms), run.rows / len(run.ms) * stride
+    link_ms, best_ms = nbytes / beside / 1e6, nbytes / best / 1e6
+    return {
+        "link_gb_per_s": round(beside, 2),
+        "links_gb_per_s": run.links,
+        "resident_step_ms": round(work, 4),
+        "link_ms": round(link_ms, 4),
+        "ratio": round(took / (work + link_ms), 4),
+        "ratio_to_best_link": round(took / (work + best_ms), 4),
+        "limit_ratio": round(took / max(work, link_ms), 4),
+        "limit_ratio_to_best_link": round(took / max(work, best_ms), 4),
+    }
+
+
 def _expected(
     case: Case, coverage: float, stride: int, link: float | None, by_mode: dict[str, Run]
 ) -> dict[str, Any]:
@@ -190,12 +225,15 @@ def _expected(
     if misses is None or resident is None:
         return {}
     found: dict[str, Any] = {"missed_rows_per_step": round(misses.rows, 3)}
+    measured = by_mode.get(INLINE)
+    if measured is not None and measured.link is not None:
+        link = measured.link  # what is looked at is the estimate, not how busy the host was
     if link is not None:
         estimate = StepEstimate(case.routing.tokens, misses, stride, link, mean(resident.ms))
         assert estimate.step_ms is not None
         found["step_ms"] = round(estimate.step_ms, 4)
-        if INLINE in by_mode:
-            found["error"] = round(estimate.step_ms / mean(by_mode[INLINE].ms) - 1, 4)
+        if measured is not None:
+            found["error"] = round(estimate.step_ms / mean(measured.ms) - 1, 4)
     return {"predicted": found}
 
 
@@ -223,7 +261,8 @@ def _line(one: dict[str, Any], mode: str) -> str:
     )
     if "ratio" in run:
         text += (
-            f"  link {run['link_ms']:.3f} ms, ratio {run['ratio']:.3f}, of the limit {run['limit_ratio']:.3f}"
+            f"  link {run['link_gb_per_s']:.1f} GB/s, {run['link_ms']:.3f} ms, ratio {run['ratio']:.3f} "
+            f"({run['ratio_to_best_link']:.3f}), of the limit {run['limit_ratio']:.3f}"
         )
     if "ahead" in run:
         ahead = run["ahead"]

@@ -1,21 +1,24 @@
 """Inline misses at real sizes without a model: decode beside replay and beside the all-resident step, churn, a prompt.
 
-    python bench/harness/inline.py [--parts decode prompt timeline churn] [--shape deepseek-v4-flash] [--tokens 1 8]
-                                   [--coverage 50 25 19] [--routing mapped adjustable] [--hit 0.9] [--lookahead 3]
+    python bench/harness/inline.py [--parts decode prompt timeline churn offloaders] [--shape deepseek-v4-flash]
+                                   [--layers N] [--tokens 1 8] [--coverage 50 25 19] [--routing mapped adjustable]
+                                   [--hit 0.9] [--lookahead 3] [--name inline]
 
-One process and one arena for everything, since locking 70 GiB takes a minute. Coverages run the same steps, and outputs
-are compared bit by bit with those of the run with every expert resident. The link is measured in the same run, by large
-copies from page-locked memory. Routing: `mapped` is the recorded routing of a small model mapped onto the shape
-(bench/harness/mapping.py), `adjustable` sends a share --hit of the choices to a few hot experts of each layer. With
---lookahead N, N guesses a token of the next layer's experts are fetched beside each layer (mode `ahead`): recorded with
-the routing, or drawn with a given --recall. Written to `inline.json`, with look-ahead to `inline_ahead.json`, in the
-result folder after each pool, so that a run that is cut short leaves what it has; churn, which has a shape of its own,
-to `churn.json`.
+One process and one arena for everything, since locking 70 GiB takes a while. Coverages run the same steps, and outputs
+are compared bit by bit with those of the run with every expert resident. The link is measured between the steps of
+every case, by large copies from page-locked memory, since a shared host is not always as fast. Routing: `mapped` is the
+recorded routing of a small model mapped onto the shape (bench/harness/mapping.py), `adjustable` sends a share --hit of
+the choices to a few hot experts of each layer. With --lookahead N, N guesses a token of the next layer's experts are
+fetched beside each layer (mode `ahead`): recorded with the routing, or drawn with a given --recall. With the part
+`offloaders` the same steps also run under vLLM's own offloaders (bench/harness/offloaders.py). Written to `inline.json`
+(with look-ahead `inline_ahead.json`, with offloaders `offloaders.json`, or as --name says) in the result folder after
+each pool, so that a run that is cut short leaves what it has; churn, which has a shape of its own, to `churn.json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -27,15 +30,15 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench.harness import decode, prefill, timeline  # noqa: E402
+from bench.harness import decode, offloaders, prefill, timeline  # noqa: E402
 from bench.harness.churn import churn  # noqa: E402
 from bench.harness.decode import Case  # noqa: E402
 from bench.harness.guesses import drawn_guesses, mapped_guesses, recall_of  # noqa: E402
+from bench.harness.link import link_of  # noqa: E402
 from bench.harness.mapping import mapped  # noqa: E402
 from bench.harness.memory import SharedMemory  # noqa: E402
 from bench.harness.routing import IdArray, Routing, adjustable  # noqa: E402
 from bench.harness.rows import MemoryPack  # noqa: E402
-from bench.harness.run import link_gb_per_s  # noqa: E402
 from bench.harness.stack import Stack  # noqa: E402
 from bench.results_io import provenance, results_folder, write_json  # noqa: E402
 from bench.shapes import SHAPES, MoeShape  # noqa: E402
@@ -44,7 +47,8 @@ from ziggurat.residency.service import ExpertService  # noqa: E402
 
 TRACE = ROOT / "bench" / "traces" / "demo_moe.npz"
 GUESSES = ROOT / "bench" / "traces" / "demo_guesses.npz"
-PARTS = ("decode", "prompt", "timeline", "churn")
+PARTS = ("decode", "prompt", "timeline", "churn", "offloaders")
+_DEFAULT_PARTS = PARTS[:4]  # the last one needs vLLM
 _PROMPT_COVERAGE, _TIMELINE_COVERAGE = 0.19, 0.25
 _DRAWN_RECALL = 0.75  # about what routers let one guess
 _HOT_SHARE = 0.09  # of a layer's experts; the hot ones fit every pool that is measured
@@ -65,7 +69,8 @@ class Session:
         self._cases: list[Case] = []
         self._prompts: dict[str, prefill.Prompt] = {}
         self._prompt_stack: Stack | None = None
-        self._links: list[float] = []
+        self._stock: dict[str, list[offloaders.Offloaded]] = {}
+        self._link = link_of(self._device)
         self.result: dict[str, Any] = {
             "what": "steps of MoE layers that fetch their own misses, beside replay and beside all experts resident",
             "shape": self._shape.name,
@@ -108,19 +113,32 @@ class Session:
             self._prompt_stack = Stack(routing, shape.hidden, self._device)
             most = max(most, options.prompt_tokens)
         began = time.monotonic()
+        print(f"pool and arena: {shape.rows} rows of {pack.header.stride} bytes", flush=True)
+        coverages = [percent / 100 for percent in sorted(options.coverage, reverse=True)]
         with SharedMemory(shape, pack, self._device, most) as memory:
             self.result["memory_s"] = round(time.monotonic() - began, 1)
             print(f"pool and arena after {self.result['memory_s']} s", flush=True)
             decode.measure(
                 memory,
                 self._cases if "decode" in options.parts else [],
-                [percent / 100 for percent in sorted(options.coverage, reverse=True)],
+                coverages,
                 left=self.left,
                 done=self.save,
                 visit=self._visit,
                 modes=options.modes,
                 lookahead=options.lookahead,
+                link=self._link,
             )
+            if "offloaders" in options.parts:
+                offloaders.measure(
+                    memory,
+                    self._cases,
+                    coverages,
+                    self._stock,
+                    left=self.left,
+                    done=self.save,
+                    link=self._link,
+                )
         self.save()
 
     def _case(self, tokens: int, kind: str) -> Case:
@@ -150,7 +168,6 @@ class Session:
 
     def _visit(self, service: ExpertService, mode: str, coverage: float) -> None:
         """What is measured on a service that is there anyway."""
-        self._measure_link()
         full, options = mode == "auto", self._options
         if self._prompt_stack is not None and (full or (mode, coverage) == (decode.INLINE, _PROMPT_COVERAGE)):
             self._prompt(service, full)
@@ -170,12 +187,12 @@ class Session:
     def _prompt(self, service: ExpertService, full: bool) -> None:
         assert self._prompt_stack is not None
         if full:
-            self._prompts["resident"] = prefill.serve_prompt(service, self._prompt_stack)
+            self._prompts["resident"] = prefill.serve_prompt(service, self._prompt_stack, self._link)
             return
         case = self._hits_case()
-        hits = prefill.hit_rates(service, case.stack, case.routing, case.warm, self._prompt_stack)
+        hits = prefill.hit_rates(service, case.stack, case.routing, case.warm, self._prompt_stack, self._link)
         streamed = hits.pop("prompt")
-        found = prefill.report(self._prompts["resident"], streamed, hits, self._link())
+        found = prefill.report(self._prompts["resident"], streamed, hits, self._best())
         self.result["prompt"] = {"coverage": _PROMPT_COVERAGE, **found}
         print(f"prompt: {self.result['prompt']}", flush=True)
 
@@ -185,29 +202,29 @@ class Session:
         routing = mapped(TRACE, self._shape, 1, warm + 2 * prefill.HITS_OVER)
         return Case("hits", routing, warm, Stack(routing, self._shape.hidden, self._device))
 
-    def _measure_link(self) -> None:
-        if self._device.type == "cuda":
-            self._links.append(link_gb_per_s(self._device))
-
-    def _link(self) -> float | None:
-        return max(self._links) if self._links else None
+    def _best(self) -> float | None:
+        return None if self._link is None else self._link.best
 
     def save(self) -> None:
         """Write what there is."""
-        link = self._link()
-        self.result["link_gb_per_s"] = link
-        self.result["links_gb_per_s"] = self._links
+        best = self._best()
+        self.result["link_gb_per_s"] = best
+        if self._link is not None and self._link.samples:
+            self.result["slowest_link_gb_per_s"] = min(self._link.samples)
         stride = self.result.get("row_bytes", 0)
-        self.result["cases"] = [decode.report(case, stride, self._shape.rows, link) for case in self._cases]
+        self.result["cases"] = [decode.report(case, stride, self._shape.rows, best) for case in self._cases]
+        for case, said in zip(self._cases, self.result["cases"], strict=True):
+            if case.resident is not None and case.label in self._stock:
+                said["stock"] = offloaders.report(self._stock[case.label], case.resident, stride, best)
         self.result["seconds"] = round(time.monotonic() - self._began, 1)
-        name = "inline_ahead.json" if self._options.lookahead else "inline.json"
-        write_json(self._folder / name, self.result)
+        write_json(self._folder / f"{self._options.name}.json", self.result)
 
     def good(self) -> bool:
         """Whether every comparison of bits came out right."""
         said = self.result
         return (
             all(decode.all_same(case) for case in said.get("cases", ()))
+            and all(one["same_bits"] for case in said.get("cases", ()) for one in case.get("stock", ()))
             and self._good
             and said.get("prompt", {}).get("same_bits", True)
         )
@@ -216,6 +233,14 @@ class Session:
 def main(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     options = _parse(arguments)
+    if "offloaders" in options.parts:
+        try:
+            offloaders.check_vllm()
+        except offloaders.OffloadersMissingError as error:
+            print(f"inline: {error}", file=sys.stderr)
+            return 1
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("ziggurat.residency.placement").setLevel(logging.INFO)  # how far locking memory is
     origin = provenance(["bench/harness/inline.py", *arguments], at=options.commit)
     device = torch.device(options.device)
     gpu = origin["machine"].get("gpu") if device.type == "cuda" else None
@@ -225,13 +250,15 @@ def main(arguments: Sequence[str]) -> int:
     session.run()
     for case in session.result.get("cases", ()):
         print(decode.table(case), flush=True)
+        if "stock" in case:
+            print(offloaders.table(case["stock"]), flush=True)
     print(f"link {session.result.get('link_gb_per_s')} GB/s, {time.monotonic() - began:.1f} s", flush=True)
     return 0 if session.good() else 1
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(_DEFAULT_PARTS))
     parser.add_argument("--shape", choices=sorted(SHAPES), default="deepseek-v4-flash")
     parser.add_argument("--layers", type=int, default=None, help="default: all of the model's")
     parser.add_argument("--codec", choices=("w2", "fp4", "bf16"), default="w2")
@@ -273,9 +300,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--distinct", type=int, default=512, help="different rows; all experts share them")
     parser.add_argument("--seconds", type=float, default=280.0, help="begin no further pool after that")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--name", default=None, help="of the result file, without its suffix")
     parser.add_argument("--results", type=Path, default=None, help="folder; default: one named after the GPU")
     parser.add_argument("--commit", default=None, help="what to record where there is no git history")
     options = parser.parse_args(arguments)
+    if "offloaders" in options.parts and "decode" not in options.parts:
+        parser.error("--parts offloaders needs decode, whose steps are compared with theirs")
+    options.name = options.name or _name(options)
     options.modes = options.modes or [decode.INLINE, decode.AHEAD if options.lookahead else decode.REPLAY]
     if not 0 <= options.lookahead <= MOST_GUESSES or (
         decode.AHEAD in options.modes and not options.lookahead
@@ -295,6 +326,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not all(0 < percent < 100 for percent in options.coverage):
         parser.error("--coverage is above 0 and below 100; all resident is always measured")
     return options
+
+
+def _name(options: argparse.Namespace) -> str:
+    if "offloaders" in options.parts:
+        return "offloaders"
+    return "inline_ahead" if options.lookahead else "inline"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bench.harness.link import Link, sampled_before
 from bench.harness.routing import Routing
 from bench.harness.rows import MemoryPack
 from bench.harness.stack import Forward, Stack
@@ -68,7 +69,8 @@ class Run:
     """What the measured steps of one pool size did. outputs: [steps, T, H], for comparing bits.
 
     ms: of each step, from an idle device to an idle device. before_us: of that, until the last pass was launched; with
-    one pass the host's part that no work of the device hides. host_us: until `run_step` returned.
+    one pass the host's part that no work of the device hides. host_us: until `run_step` returned. links: GB/s of the
+    link, sampled between the steps.
     """
 
     slots: int
@@ -81,6 +83,12 @@ class Run:
     rows: int = 0
     ahead: LookaheadCounts = field(default_factory=lambda: LookaheadCounts(0, 0, 0, 0))
     outputs: list[torch.Tensor] = field(default_factory=list)
+    links: list[float] = field(default_factory=list)
+
+    @property
+    def link(self) -> float | None:
+        """GB/s of the link while the steps ran, None where there is none."""
+        return mean(self.links) if self.links else None
 
     def same_bits(self, other: Run) -> bool:
         """Whether every output has the same bits as the other run's."""
@@ -138,11 +146,12 @@ def run_steps(
     warm: int,
     graph: bool,
     keep_outputs: bool = True,
+    link: Link | None = None,
 ) -> Run:
     """Seed the tiers by what the warm-up steps route to, run those, then measure the rest of the routing.
 
     A step's time runs from an idle device to an idle device: an engine needs a step's logits before the next one.
-    graph: capture the stack first; needs a CUDA device.
+    graph: capture the stack first; needs a CUDA device. link: sampled between the measured steps.
     """
     forward = warmed(service, stack, routing, warm, graph=graph)
     tokens = StepTokens(stack.tokens)
@@ -152,7 +161,10 @@ def run_steps(
     run = Run(service.slots.slots)
     missed_before = missed_pairs(service)  # books what the warm-up steps have done, first
     rows_before, ahead_before = _rows(service), service.lookahead.counts()
+    sampled = sampled_before(warm, routing.steps)
     for step in range(warm, routing.steps):
+        if link is not None and step in sampled:
+            run.links.append(link.sample())
         stack.load(step)
         synchronize(stack.device)
         started = time.perf_counter()
@@ -168,6 +180,8 @@ def run_steps(
         run.outcomes[result.outcome] += 1
         if keep_outputs:
             run.outputs.append(result.value.clone())
+    if link is not None:
+        run.links.append(link.sample())
     run.rows = _rows(service) - rows_before
     run.ahead = service.lookahead.counts().since(ahead_before)
     return run

@@ -19,7 +19,7 @@ from ziggurat.residency.consensus import LocalConsensus
 from ziggurat.residency.geometry import ServiceGeometry
 from ziggurat.residency.metrics import TierMetrics
 from ziggurat.residency.placement import map_arena, open_arena, open_kernels, open_pool, open_ring
-from ziggurat.residency.ports import RowArena, RowPool
+from ziggurat.residency.ports import LayerKernels, RowArena, RowPool
 from ziggurat.residency.service import ExpertService
 from ziggurat.residency.streaming.sizing import auto_rows, ring_of
 
@@ -91,6 +91,23 @@ class SharedMemory:
             self._pool.close()
             raise
 
+    def _geometry(self) -> ServiceGeometry:
+        shape = self.shape
+        return ServiceGeometry(
+            shape.layers,
+            shape.experts,
+            shape.top_k,
+            shape.hidden,
+            shape.intermediate,
+            self.pack.header.layer_ids,
+        )
+
+    def kernels(self) -> LayerKernels:
+        """The kernels that services run layers with."""
+        kernels = open_kernels(self._place, self._geometry(), get_codec(self.pack.header.codec))
+        assert kernels is not None
+        return kernels
+
     @contextmanager
     def service(
         self, slots: int, mode: str, *, places: int | None = None, lookahead: int = 0
@@ -98,9 +115,7 @@ class SharedMemory:
         """An open, cold service with that many slots. places: rows of its arena beside staging, None = all. lookahead:
         guesses of a token."""
         shape, header, place = self.shape, self.pack.header, self._place
-        geometry = ServiceGeometry(
-            shape.layers, shape.experts, shape.top_k, shape.hidden, shape.intermediate, header.layer_ids
-        )
+        geometry = self._geometry()
         places = READERS + (shape.rows if places is None else places)
         codec = get_codec(header.codec)
         with tempfile.TemporaryDirectory(prefix="ziggurat-harness-") as name:
@@ -125,6 +140,16 @@ class SharedMemory:
                 yield service
             finally:
                 service.close()
+
+    def all_rows(self) -> torch.Tensor:
+        """uint8 [rows, stride], the pool itself with the row of key n in slot n, until the next service uses it."""
+        self._pool.drain()
+        pool = self._pool.tensor
+        rows = self.pack.rows.to(self.device)
+        for first in range(0, len(pool), len(rows)):
+            part = pool[first : first + len(rows)]
+            part.copy_(rows[: len(part)])
+        return pool
 
     def close(self) -> None:
         self._arena.close()

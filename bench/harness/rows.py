@@ -50,6 +50,11 @@ class MemoryPack:
             codec, geometry, self.distinct, self.header.stride, torch.device("cpu"), seed
         ).numpy()
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """uint8 [distinct, stride]."""
+        return torch.from_numpy(self._rows)
+
     def row(self, key: int) -> torch.Tensor:
         """uint8 [stride] of the row of one key."""
         return torch.from_numpy(self._rows[key % self.distinct])

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch.nn.functional import rms_norm
@@ -97,15 +98,22 @@ class Stack:
 
     def forward(self, moe: Moe) -> torch.Tensor:
         """The output of the last layer [T, H], in a tensor that the next forward overwrites."""
+        return self.through(partial(self.layer, moe, number) for number in range(self.layers))
+
+    def layer(self, moe: Moe, number: int, x: torch.Tensor) -> torch.Tensor:
+        """What layer `number` makes of x [T, H]."""
+        h = rms_norm(x, (x.shape[1],))
+        y = moe(number, h, self.weights[number], self.ids[number])
+        if self._dense:
+            y = y + (h @ self._dense[number % len(self._dense)])[:, : x.shape[1]]
+        return x + y
+
+    def through(self, layers: Iterable[Callable[[torch.Tensor], torch.Tensor]]) -> torch.Tensor:
+        """As `forward`, through layers that somebody else has made."""
         x = self.x
-        size = (x.shape[1],)
-        for layer in range(self.layers):
-            h = rms_norm(x, size)
-            y = moe(layer, h, self.weights[layer], self.ids[layer])
-            if self._dense:
-                y = y + (h @ self._dense[layer % len(self._dense)])[:, : x.shape[1]]
-            x = x + y
-        self.out.copy_(rms_norm(x, size))
+        for layer in layers:
+            x = layer(x)
+        self.out.copy_(rms_norm(x, (x.shape[1],)))
         return self.out
 
 

@@ -256,6 +256,44 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
                 description="Engines with tiers.host.share: what they are to the arena (operations.md).",
             ),
+            Panel(
+                "Look-ahead: what was right",
+                "timeseries",
+                "percentunit",
+                (
+                    (
+                        _share(
+                            _rate("ziggurat_lookahead_wanted_rows_total"),
+                            _rate("ziggurat_lookahead_guessed_rows_total"),
+                        ),
+                        "guessed rows that were wanted",
+                    ),
+                    (
+                        _share(
+                            _rate("ziggurat_lookahead_wanted_rows_total"),
+                            _rate("ziggurat_inline_rows_total"),
+                        ),
+                        "wanted rows that were guessed",
+                    ),
+                ),
+                description="Of engines with miss.lookahead; empty while nobody guesses (operations.md).",
+                most=1,
+            ),
+            Panel(
+                "Look-ahead: bytes",
+                "timeseries",
+                "Bps",
+                (
+                    (f"sum({_rate('ziggurat_lookahead_used_bytes_total')})", "used"),
+                    (
+                        f"sum({_rate('ziggurat_lookahead_fetched_bytes_total')}"
+                        f" - {_rate('ziggurat_lookahead_used_bytes_total')})",
+                        "wasted",
+                    ),
+                ),
+                description="In whole chunks. What is wasted has taken the link from rows that were needed.",
+                stacked=True,
+            ),
         ),
     ),
     (

@@ -1,6 +1,6 @@
 """The rules of `ziggurat.kernels.lookahead` on the CPU, one at a time: what the CUDA kernels are compared with.
 
-Here a fetch is over before the next layer begins, so every row that was guessed has arrived.
+Here a fetch is over before the next layer begins, so every row that was guessed has arrived, in all its chunks.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import torch
 from ziggurat.kernels.admission import ABSENT, CLOCK, COPIES, Admission
 from ziggurat.kernels.lookahead import (
     CALLED_OFF,
+    CHUNK_BYTES,
     COUNT,
+    FETCHED,
     GUESSED,
     MATCHED,
     MOST_TOKENS,
     SPARES,
+    USED,
     VALID,
     Lookahead,
     tag,
@@ -47,6 +50,7 @@ def fetch(lookahead: Lookahead, admission: Admission) -> None:
     """Bring the chosen rows."""
     for number, (place, _) in enumerate(_rows(lookahead)):
         lookahead.spare[number] = admission.arena[place]
+        lookahead.words[FETCHED] += _chunks(lookahead)
 
 
 def copy_rows_ahead(lookahead: Lookahead, admission: Admission, layer: int) -> None:
@@ -57,11 +61,17 @@ def copy_rows_ahead(lookahead: Lookahead, admission: Admission, layer: int) -> N
     for place, slot in admission.copies[: int(admission.state[COPIES])].tolist():
         number = spares.get(place)
         admission.pool[slot] = admission.arena[place] if number is None else lookahead.spare[number]
-        lookahead.words[MATCHED] += number is not None
+        if number is not None:
+            lookahead.words[MATCHED] += 1
+            lookahead.words[USED] += _chunks(lookahead)
 
 
 def _tag(admission: Admission, layer: int) -> int:
     return tag(int(admission.state[CLOCK]), admission.layers, layer)
+
+
+def _chunks(lookahead: Lookahead) -> int:
+    return -(-lookahead.spare.shape[1] // CHUNK_BYTES)
 
 
 def _rows(lookahead: Lookahead) -> list[list[int]]:

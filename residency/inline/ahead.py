@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ziggurat.kernels.lookahead import FETCHED, GUESSED, MATCHED, USED, LookaheadCounts
+from ziggurat.kernels.lookahead import NOTHING_GUESSED, LookaheadCounts
 from ziggurat.residency.inline.layers import GuessOf, InlineLayers
 from ziggurat.residency.runtime_errors import StepError
 
@@ -26,8 +26,8 @@ class LookingAhead:
         self._layers.guess_of = guess_of
 
     def counts(self) -> LookaheadCounts:
-        """What came of guesses since the start; waits for the device. Nothing where no layer looks ahead."""
+        """What came of guesses since the start; waits for the device. Nothing where no layer looks ahead. The metrics
+        say the same of steps that have been booked, and wait for nothing."""
         if self._layers is None or self._layers.lookahead is None:
-            return LookaheadCounts(0, 0, 0, 0)
-        words = self._layers.lookahead.words.tolist()
-        return LookaheadCounts(*(words[i] & 0xFFFFFFFF for i in (GUESSED, MATCHED, FETCHED, USED)))
+            return NOTHING_GUESSED
+        return LookaheadCounts.of(self._layers.lookahead.words.tolist())

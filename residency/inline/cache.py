@@ -56,7 +56,7 @@ class InlineCache(HostCache):
         super().__init__(pack, arena, policy, experts=experts, staging=staging, ledger=ledger)
         self._resting: list[int] = []
         self._passes: set[int] = set()  # epochs of passes that have not finished
-        self._kept: Collection[int] = ()  # keys that are brought together
+        self._kept: Collection[int] = ()  # keys that one step needs together
 
     @property
     def full(self) -> bool:
@@ -105,27 +105,48 @@ class InlineCache(HostCache):
                     if weight > 0.0:
                         self._used(key)
 
-    def bring(self, wanted: Mapping[int, float], *, epoch: int) -> Brought:
-        """Read rows into the arena, evicting others, none of `wanted`; for the stepping thread, between passes.
+    def beside(
+        self, missed: int, used: npt.NDArray[np.int64], pooled: npt.NDArray[np.bool_]
+    ) -> frozenset[int] | None:
+        """Which rows must not leave for `missed` others, so that a pass that used them finds them here once more.
+
+        used: keys that the pass was routed to, [N]. pooled: those of them that have a slot now, bool [N], so that most
+        will be found there. All that are here stay if there is room for that, else those without a slot. None: there is
+        none for these either.
+        """
+        with self._changed:
+            here = self._places[used] != ABSENT
+            if self._fixed:
+                here &= np.isin(used, list(self._fixed), invert=True)
+            room = self.capacity - len(self._fixed) - missed
+            for chosen in (here, here & ~pooled):
+                if np.count_nonzero(chosen) <= room:
+                    return frozenset(used[chosen].tolist())
+        return None
+
+    def bring(self, wanted: Mapping[int, float], *, epoch: int, keep: Collection[int] = ()) -> Brought:
+        """Read rows into the arena, evicting others; for the stepping thread, between passes. Until `let_go` none of
+        these leaves, nor one of `keep`.
 
         wanted: key -> weight; also what only a prompt wants (0) is brought, since the device can read it from nowhere
         else, but it leaves first. Rows for which there is no place do not arrive; nor do those that cannot be read.
         """
         brought = Brought()
         with self._changed:
-            self._kept = set(wanted)
-        try:
-            for batch in self.rows(wanted, epoch=epoch, insist=True):
-                self.settle(batch)
-                read = [row for row in batch.rows if row.source == "pack"]
-                brought.report.read += len(read)
-                brought.report.seconds += [row.seconds for row in read]
-                brought.report.faults += batch.faults
-        finally:
-            with self._changed:
-                self._kept = ()
+            self._kept = {*wanted, *keep}
+        for batch in self.rows(wanted, epoch=epoch, insist=True):
+            self.settle(batch)
+            read = [row for row in batch.rows if row.source == "pack"]
+            brought.report.read += len(read)
+            brought.report.seconds += [row.seconds for row in read]
+            brought.report.faults += batch.faults
         brought.arrived = [key for key in wanted if self.holds(key)]
         return brought
+
+    def let_go(self) -> None:
+        """The step that brought rows needs them no more."""
+        with self._changed:
+            self._kept = ()
 
     def retire(self, keys: Iterable[int]) -> int:
         """Evict rows, except those that are being copied out of, and fixed ones. How many have left."""
@@ -184,7 +205,7 @@ class InlineCache(HostCache):
 
 
 class _Busy:
-    """The keys that may not be evicted: copied out of, or brought together with the one that needs room."""
+    """The keys that may not be evicted: copied out of, or needed by the step that the one in need of room is for."""
 
     def __init__(self, cache: InlineCache) -> None:
         self._cache = cache

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from types import TracebackType
 
-from ziggurat.residency.background import BackgroundThread
+from ziggurat.residency.background import CacheThread
 from ziggurat.residency.inline.cache import InlineCache
 
 
-class ArenaChurn(BackgroundThread):
+class ArenaChurn(CacheThread):
     """A thread that evicts random rows from the arena and reads random ones into it, once for each pass that begins.
 
     It goes the ways of everyday work, `InlineCache.retire` and `.fill`; so steps must not notice, but for rows that
@@ -18,7 +18,7 @@ class ArenaChurn(BackgroundThread):
     """
 
     def __init__(self, cache: InlineCache, rows: int, *, seed: int = 0, most: int = 4) -> None:
-        super().__init__("ziggurat-churn")
+        super().__init__("ziggurat-churn", cache)
         self._cache = cache
         self._rows = rows
         self._random = random.Random(seed)
@@ -27,12 +27,6 @@ class ArenaChurn(BackgroundThread):
         self.filled = 0
         self.error: BaseException | None = None
         self._epoch = 0
-
-    def close(self) -> None:
-        with self._changed:
-            self._stop = True
-        self._cache.wake()
-        super().close()
 
     def __enter__(self) -> ArenaChurn:
         self.start()

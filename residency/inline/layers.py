@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ziggurat.kernels.lookahead import Guess, Lookahead
+from ziggurat.kernels.lookahead import NOTHING_GUESSED, Guess, Lookahead, LookaheadCounts
 from ziggurat.residency.device_state import Counted
 from ziggurat.residency.direct_layers import DirectLayers
 from ziggurat.residency.geometry import ServiceGeometry
@@ -35,11 +35,12 @@ the layer before is launched or captured; None: nothing is fetched this time."""
 @dataclass(slots=True)
 class InlineCounts:
     """What passes did since the start. rows: copied into slots by the device; by_layer: the same, int64 [L].
-    arena_misses: rows that it wanted and the arena did not have."""
+    arena_misses: rows that it wanted and the arena did not have. ahead: what came of guesses, as the device counts."""
 
     by_layer: IntArray
     rows: int = 0
     arena_misses: int = 0
+    ahead: LookaheadCounts = NOTHING_GUESSED
 
     @classmethod
     def of(cls, layers: int) -> InlineCounts:
@@ -259,6 +260,7 @@ class InlineLayers:
         words = self._device.answer()
         self._finished()
         counted, events = self._device.parse(words), self._device.logged(words)
+        self.counts.ahead = self._device.guesses(words)
         self._follow(events, counted)
         check_counted(self._geometry, counted.invalid)
         absent = events.keys[~events.admitted]
@@ -314,6 +316,7 @@ class InlineLayers:
         words = [one.counts.read() for one in copies]
         logs = [self._device.logged(each) for each in words]
         counted = self._device.parse(words[-1])
+        self.counts.ahead = self._device.guesses(words[-1])
         self.late.give_back(copies)
         for one in copies:
             if one.epoch is not None:

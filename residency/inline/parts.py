@@ -90,7 +90,7 @@ class Inline:
             streamed,
             self.promoter.want,
             direct,
-            make_lookahead(state.admission) if lookahead and misses else None,
+            make_lookahead(state.admission, state.ahead) if lookahead and misses else None,
         )
         self.runner = InlineStepRunner(
             geometry,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 
-from ziggurat.residency.background import BackgroundThread
+from ziggurat.residency.background import ReadingThread
 from ziggurat.residency.host_cache import FillReport
 from ziggurat.residency.inline.cache import InlineCache
 
 
-class Promoter(BackgroundThread):
+class Promoter(ReadingThread):
     """Brings rows that were asked for with `want` in the place of colder ones, `batch` at a time, hottest first.
 
     heat_of: heat of a row key now. report: called in the thread after every batch. A row that is not hotter than what
@@ -24,50 +24,35 @@ class Promoter(BackgroundThread):
         batch: int,
         report: Callable[[FillReport], None],
     ) -> None:
-        super().__init__("ziggurat-promote")
+        super().__init__("ziggurat-promote", cache)
         self._cache = cache
         self._heat_of = heat_of
         self._batch = batch
         self._report = report
         self._wanted: set[int] = set()
+        self._short = False  # whether some rows wait for a place that passes may still read
 
     def want(self, keys: Iterable[int]) -> None:
         """Rows that have left the pool, or that somebody missed. The thread starts with the first of them."""
         with self._changed:
             self._wanted.update(keys)
-            if not self._wanted:
-                return
-            if self._thread.ident is None and not self._stop:
-                self._thread.start()
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        with self._changed:
-            self._stop = True
-        self._cache.wake()
-        super().close()
+            if self._wanted:
+                self._wanted_something()
 
     def _idle(self) -> bool:
         return not self._wanted
 
-    def _work(self) -> None:
-        while self._begin():
-            try:
-                waiting = self._promote()
-            finally:
-                self._end()
-            if waiting:
-                self._cache.wait_for_place(lambda: self._stop)
+    def _wait(self) -> None:
+        if self._short:
+            self._cache.wait_for_place(lambda: self._stop)
 
-    def _promote(self) -> bool:
-        """Bring the hottest rows; whether some of them wait for a place that passes may still read."""
+    def _read(self) -> None:
         with self._changed:
             ranked = heapq.nlargest(self._batch, ((self._heat_of(key), -key) for key in self._wanted))
         hottest = [(-key, heat) for heat, key in ranked]
         report = self._cache.promote(hottest, self._heat_of, self._batch)
         self._report(report)
-        if report.full and self._cache.resting:
-            return True
-        with self._changed:
-            self._wanted.difference_update(key for key, _ in hottest)
-        return False
+        self._short = report.full and self._cache.resting > 0
+        if not self._short:
+            with self._changed:
+                self._wanted.difference_update(key for key, _ in hottest)

@@ -20,12 +20,18 @@ from ziggurat.kernels.admission import (
     Admission,
     make_admission,
 )
+from ziggurat.kernels.lookahead import WORDS, LookaheadCounts
 from ziggurat.residency.device_state import DeviceState
 from ziggurat.residency.heat import HALF_LIFE_STEPS
 from ziggurat.residency.slots import IntArray32
 from ziggurat.residency.transfers import EventFactory, Uploads
 
 _EVENT = 4  # words: clock, key, slot, evicted key
+# Words of what a download brings beside the counts: the admission's, those of look-ahead, the log. Two kernels may
+# write to the first two at the same time, so each has cache lines of its own.
+_LINE = 32
+_AHEAD = -(-STATE_WORDS // _LINE) * _LINE
+_LOG = _AHEAD + -(-WORDS // _LINE) * _LINE
 _LEAST_ROOM = 4096  # events, 64 KiB
 _HOST_TO_DEVICE = (
     HALF_LIFE_STEPS / HALF_LIFE
@@ -49,10 +55,11 @@ class Events:
 
 
 class InlineState(DeviceState):
-    """A DeviceState whose slot table belongs to an Admission; log and counts come to the host in one copy.
+    """A DeviceState whose slot table belongs to an Admission; log, counts and what came of guesses come to the host in
+    one copy.
 
     arena uint8 [places, stride] as the device sees it, pool uint8 [S, stride] on the device. first: of the layers that
-    admit.
+    admit. `ahead`: place for the words of a Lookahead, int32 [WORDS]; zeros while nobody looks ahead.
     """
 
     def __init__(
@@ -69,7 +76,7 @@ class InlineState(DeviceState):
         self._keys = layers * experts
         #: Events that the log holds: what one pass can add, as a power of two, or what many small ones do.
         self.room = max(_LEAST_ROOM, 1 << (self._keys - 1).bit_length())
-        more = STATE_WORDS + self.room * _EVENT
+        more = _LOG + self.room * _EVENT
         super().__init__(layers, experts, max_tokens, pool.device, more=more, events=events)
         with torch.inference_mode(False):
             made = make_admission(layers, experts, arena, pool, log_events=self.room, first=first)
@@ -77,8 +84,9 @@ class InlineState(DeviceState):
             made,
             table=self.table,
             state=self.more[:STATE_WORDS],
-            log=self.more[STATE_WORDS:].view(self.room, _EVENT),
+            log=self.more[_LOG:].view(self.room, _EVENT),
         )
+        self.ahead = self.more[_AHEAD : _AHEAD + WORDS]
         self._places = Uploads((self._keys,), torch.int32, pool.device, depth=4, events=events)
         self._places_version = 0
         self._head = 0  # of the log, as far as it has been read
@@ -119,7 +127,11 @@ class InlineState(DeviceState):
         head = _head(more)
         numbers = np.arange(self._head, self._head + ((head - self._head) & 0xFFFFFFFF)) % self.room
         self._head = head
-        return Events(*more[STATE_WORDS:].reshape(self.room, _EVENT)[numbers].T)
+        return Events(*more[_LOG:].reshape(self.room, _EVENT)[numbers].T)
+
+    def guesses(self, words: npt.NDArray[np.int32]) -> LookaheadCounts:
+        """What had come of guesses since the start when words were downloaded."""
+        return LookaheadCounts.of(self.behind(words)[_AHEAD : _AHEAD + WORDS].tolist())
 
 
 def _head(state: npt.NDArray[np.int32]) -> int:

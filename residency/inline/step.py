@@ -5,8 +5,10 @@ As in `ziggurat.residency.step`, every decision is a function of numbers that al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
+
+import numpy as np
 
 from ziggurat.residency.consensus import Consensus
 from ziggurat.residency.fetch import Fetcher
@@ -23,7 +25,7 @@ from ziggurat.residency.passes import (
     StepState,
     StepTokens,
 )
-from ziggurat.residency.slots import SlotPool
+from ziggurat.residency.slots import ABSENT, SlotPool
 from ziggurat.residency.step import Arm, MissSettings, StepRunner
 from ziggurat.residency.streaming.layers import BLIND_PAIRS_PER_EXPERT
 
@@ -149,6 +151,12 @@ class InlineStepRunner(StepRunner):
 
     def _run_waiting(self, forward: Callable[[PassPath], T], step: StepState) -> StepResult[T]:
         """Passes that find in the arena what they need, repeated after what was missing there has been read."""
+        try:
+            return self._repeat(forward, step)
+        finally:
+            self._cache.let_go()
+
+    def _repeat(self, forward: Callable[[PassPath], T], step: StepState) -> StepResult[T]:
         for passes in range(1, self._settings.max_replays + 2):
             state = PassState(PassMode.REPLAY, first=passes == 1, step=step)
             value = self._pass(forward, PassPath.GRAPH, state)
@@ -159,7 +167,7 @@ class InlineStepRunner(StepRunner):
                 return StepResult(value, here if passes == 1 else "replayed", passes, step.missed_pairs)
             if self._tolerated(state):
                 step.routes = state.routes
-                self._bring(state)
+                self._bring(state, ())
                 return StepResult(value, "tolerated", passes, step.missed_pairs)
             if passes > self._settings.max_replays or not self._brought(state):
                 self._inline.promote(state.missed)  # the next step is likely to want the same experts
@@ -167,14 +175,26 @@ class InlineStepRunner(StepRunner):
         return self._run_inline(forward, step, passes, "exact")
 
     def _brought(self, state: PassState) -> bool:
-        """Read into the arena what the pass missed there. False on every rank if any rank cannot."""
-        if self._consensus.sum(int(len(state.missed) > self._cache.capacity)):
+        """Read into the arena what the pass missed there. False on every rank if any rank cannot.
+
+        What the pass took from there stays: the device gives the slot of a row that is not hot away again within the
+        pass, so the next one looks for it there. If all that does not fit together, nothing is read.
+        """
+        keep = self._kept_for(state)
+        if self._consensus.sum(int(keep is None)):
             return False
         # A row that failed is tried once more by the eager pass, which knows the tokens that need it.
-        return self._consensus.sum(len(state.missed) - self._bring(state)) == 0
+        return self._consensus.sum(len(state.missed) - self._bring(state, keep or ())) == 0
 
-    def _bring(self, state: PassState) -> int:
+    def _kept_for(self, state: PassState) -> Collection[int] | None:
+        used = np.concatenate(
+            [route.layer * self._geometry.experts + route.experts for route in state.routes]
+        )
+        pooled = self._slots.table.numpy.reshape(-1)[used] != ABSENT
+        return self._cache.beside(len(state.missed), used, pooled)
+
+    def _bring(self, state: PassState, keep: Collection[int]) -> int:
         """How many of the missed rows the arena has now."""
-        brought = self._cache.bring(state.missed, epoch=state.step.epoch)
+        brought = self._cache.bring(state.missed, epoch=state.step.epoch, keep=keep)
         self._report(brought.report)
         return len(brought.arrived)

@@ -259,6 +259,8 @@ class StreamedLayers:
             place = self._next.popleft() if self._next else next(self._coming, None)
             if place is None:
                 return
+            if self._told:  # before: nobody shall read ahead what is brought now, and then again
+                self._look_ahead()
             self._ahead.append(self._bring(place))
         self._look_ahead()
 

@@ -124,6 +124,11 @@ class Ring:
             return int(index)
         return None
 
+    @property
+    def pushed(self) -> int:
+        """Entries added so far, modulo 2^32."""
+        return self._tail
+
     def push(
         self,
         opcode: int,

@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Lock
 from time import perf_counter
+from typing import NamedTuple
 
 from ziggurat.stores.errors import ReaderError
 from ziggurat.stores.readers import ring as io
@@ -194,6 +195,15 @@ class _EventRing(io.Ring):
             self._event = -1
 
 
+class _UnderWay(NamedTuple):
+    """A read. keep: memory that its entry names. entry: `Ring.pushed` before it was added."""
+
+    operation: Operation
+    since: float
+    keep: object
+    entry: int
+
+
 class _Session:
     """One `read` that runs. Its lock is held while the ring is used, so that another thread may end it."""
 
@@ -205,7 +215,7 @@ class _Session:
         self._waiting = Queue(operations)
         self._next: Operation | None = None
         self._arrived = arrived
-        self._under_way: dict[int, tuple[Operation, float, object]] = {}
+        self._under_way: dict[int, _UnderWay] = {}
         self._bytes = 0
         self._number = _FIRST_OPERATION
         self._hashing: set[Future[None]] = set()
@@ -246,6 +256,7 @@ class _Session:
         self.ring.wake()  # the thread that waits for this session lets the lock go
         with self._lock:
             interrupt: BaseException | None = None
+            self._forget_unpushed()
             try:
                 self._cancel()
             except OSError:
@@ -263,6 +274,12 @@ class _Session:
             self._hashing.clear()
             if interrupt is not None:
                 raise interrupt
+
+    def _forget_unpushed(self) -> None:
+        """A signal's exception may have come between the note of a read and its entry, which then never ends."""
+        for number, read in list(self._under_way.items())[-1:]:
+            if read.entry == self.ring.pushed:
+                del self._under_way[number]
 
     def _cancel(self) -> None:
         self._waiting.clear()
@@ -303,26 +320,27 @@ class _Session:
         else:
             fd = file.direct if direct and file.direct is not None else file.buffered
         self._number += 1
-        keep: object = None
+        self._bytes += operation.nbytes
+        number, entry = self._number, ring.pushed
         offset = operation.offset + operation.done
         if len(views) == 1 or _are_one(views, addresses):
             fixed = ring.fixed_at(addresses[0], nbytes)
             opcode = io.READ if fixed is None else io.READ_FIXED
+            # Before its entry is added: from then on the kernel may write to the caller's memory at any time.
+            self._under_way[number] = _UnderWay(operation, perf_counter(), None, entry)
             ring.push(
-                opcode, self._number, fd=fd, address=addresses[0], length=nbytes, offset=offset, flags=flags,
+                opcode, number, fd=fd, address=addresses[0], length=nbytes, offset=offset, flags=flags,
                 buffer=fixed or 0,
             )  # fmt: skip
         else:
             vectors = (c_uint64 * (2 * len(views)))(
                 *(number for pair in zip(addresses, map(len, views), strict=True) for number in pair)
             )
-            keep = vectors
+            self._under_way[number] = _UnderWay(operation, perf_counter(), vectors, entry)
             ring.push(
-                io.READV, self._number, fd=fd, address=addressof(vectors), length=len(views), offset=offset,
+                io.READV, number, fd=fd, address=addressof(vectors), length=len(views), offset=offset,
                 flags=flags,
             )  # fmt: skip
-        self._under_way[self._number] = (operation, perf_counter(), keep)
-        self._bytes += operation.nbytes
 
     def _reap(self) -> list[ReadDone]:
         ends: list[ReadDone] = []
@@ -332,9 +350,10 @@ class _Session:
                 if number == _WAKE:
                     self.ring.woken()
                 continue
-            operation, since, _ = self._under_way.pop(number)
+            read = self._under_way.pop(number)
+            operation = read.operation
             self._bytes -= operation.nbytes
-            operation.seconds += perf_counter() - since
+            operation.seconds += perf_counter() - read.since
             error = self._judge(operation, result)
             if error is not None:
                 failed, jobs, again = operation.failed(error)

@@ -42,6 +42,21 @@ def test_pools_of_every_size_are_in_it(tmp_path: Path) -> None:
     assert len({len(prompt) for prompt in batches["mixed prefill"]}) > 20
 
 
+def test_an_arena_that_lacks_rows_is_in_it_beside_a_pool_that_has_staging_memory(tmp_path: Path) -> None:
+    for cpu in (False, True):
+        parts = jobs(tmp_path, cpu=cpu)
+        part, full = parts["inline-disk"], parts["full"]
+        pool = int(part.config["tiers"]["device"]["size"].removesuffix(" rows"))
+        assert max(case.slots for case in part.cases) <= pool < ROWS
+        assert set(part.batches) <= set(full.batches), "whose answers are there to compare with"
+        sizes = {case.slots for case in full.cases}
+        assert {case.slots for case in part.cases} == sizes - {ROWS}
+        assert any(case.control for case in part.cases)
+        assert max(part.batches) == max(full.batches)
+    assert any(case.repeat > 1 for case in jobs(tmp_path, cpu=False)["inline-disk"].cases)
+    assert any(case.shuffle for case in jobs(tmp_path, cpu=False)["inline-disk"].cases)
+
+
 def outcome(value: float) -> Outcome:
     step = CapturedStep(("a",), (1,), np.array([[value]], dtype=np.float32))
     return Outcome(((1,),), (step,))

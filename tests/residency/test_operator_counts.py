@@ -186,6 +186,7 @@ def test_a_service_says_how_it_is_set_up(packs: FakePacks, host: str, floor: int
         "eviction": "lfu-decay",
         "host_eviction": "heat-weighted",
         "miss_mode": "auto",
+        "lookahead": "0",
         "layers": str(LAYERS),
         "experts": str(EXPERTS),
         "top_k": str(TOP_K),

@@ -150,6 +150,8 @@ def test_it_can_be_held_and_ended(rig: Rig, by_heat: HeatReader) -> None:
 
 def test_what_comes_next_is_read_into_places_that_nobody_needs(packs: FakePacks) -> None:
     rig = Rig(packs, places=12, staging=8)
+    rig.get(range(4))
+    rig.pack.log.clear()
     reader = EarlyReader(rig.cache, 4, rig.report)
     reader.want(range(20, 40))
     rig.await_reports(1)

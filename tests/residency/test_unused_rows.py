@@ -24,6 +24,38 @@ def test_rows_wait_in_staging_places_until_a_scan_comes_to_them(packs: FakePacks
     assert rig.cache.evictions == 0
 
 
+def test_rows_read_early_fill_free_places_as_the_scans_own_do(packs: FakePacks) -> None:
+    """Or an arena that began empty would stay so while a thread is always ahead of the scan."""
+    rig = Rig(packs, places=7, staging=4)
+    report = rig.cache.read_early(range(10, 20), spare=2)
+    assert (report.read, report.full) == (2, True), "no more at a time than would wait otherwise"
+    assert rig.cache.read_early(range(10, 20), spare=2).read == 2
+    assert rig.cache.held() == [10, 11, 12]
+    assert rig.get([10, 13], weight=0.0) == {10: "arena", 13: "pack"}
+    assert rig.cache.ahead_used == 2
+    rig.cache.forget_early()
+    assert rig.get([10, 11, 12], weight=0.0) == dict.fromkeys([10, 11, 12], "arena")
+    assert rig.cache.ahead_used == 4
+    assert rig.pack.log == [10, 11, 12, 13]
+    rig.cache.check()
+
+
+def test_a_row_that_somebody_is_reading_is_not_read_early_as_well(packs: FakePacks) -> None:
+    """A thread that reads ahead gets to a row when a scan has come to it already."""
+    rig = Rig(packs, places=8, staging=4)
+    rig.get([1, 2, 3, 4])
+    reports = []
+    rig.pack.before = lambda key: reports.append(rig.cache.read_early([10, 11], spare=0))
+    assert rig.get([10, 11], weight=0.0) == {10: "pack", 11: "pack"}
+    rig.pack.before = lambda key: None
+    assert rig.pack.log == [1, 2, 3, 4, 10, 11], "once"
+    assert [report.read for report in reports] == [0, 0]
+    rig.pack.failing[10] = "io"
+    rig.get([10], weight=0.0)
+    rig.pack.failing.clear()
+    assert rig.cache.read_early([10, 11], spare=0).read == 2, "nobody reads them any more"
+
+
 def test_a_row_that_waits_makes_room_for_one_that_somebody_waits_for(packs: FakePacks) -> None:
     rig = Rig(packs, places=6, staging=2)
     rig.get([1, 2, 3, 4])
@@ -52,9 +84,11 @@ def test_the_place_of_an_early_row_rests_while_it_is_copied_out_of(packs: FakePa
 def test_an_early_read_that_fails_is_forgotten_and_the_request_says_why(packs: FakePacks) -> None:
     rig = Rig(packs, places=8, staging=4)
     rig.pack.failing[10] = "io"
-    assert [fault.key for fault in rig.cache.read_early([10, 11], spare=1).faults] == [10]
-    rig.cache.check()
-    assert rig.get([10, 11], weight=0.0) == {10: "injected io failure", 11: "pack"}
+    for where in ("arena", "pack"):  # while there are free places, and when there are none
+        assert [fault.key for fault in rig.cache.read_early([10, 11], spare=1).faults] == [10]
+        rig.cache.check()
+        assert rig.get([10, 11], weight=0.0) == {10: "injected io failure", 11: where}
+        rig.get([1, 2, 3, 4])
 
 
 # -- rows that nobody has used -------------------------------------------------------------------------------------

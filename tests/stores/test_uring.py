@@ -74,6 +74,38 @@ def distort(monkeypatch: pytest.MonkeyPatch, change: Results) -> list[int]:
 
 
 @needs_io_uring
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_signal_beside_the_entry_of_a_read_loses_nothing(
+    file: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Its exception comes just before an entry is added, or just behind: buffers are the caller's again either way."""
+    push = io.Ring.push
+    pushed: list[int] = []
+
+    def interrupted(ring: io.Ring, opcode: int, user_data: int, **rest: int) -> None:
+        pushed.append(opcode)
+        if pushed == [opcode] * 3 and when == "before":
+            raise KeyboardInterrupt
+        push(ring, opcode, user_data, **rest)
+        if pushed == [opcode] * 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(uring._EventRing, "push", interrupted)
+    reader = UringReader(file, threads=2)
+    mine = jobs_for([1, 4, 7, 10])
+    with pytest.raises(KeyboardInterrupt):
+        list(reader.read(mine))
+    monkeypatch.undo()
+    for job in mine:
+        job.buffer[:] = bytes(ROW)
+    others = jobs_for([2, 5, 8, 11])
+    assert [end.error for end in reader.read(others)] == [None] * 4
+    reader.close()
+    check(file, others)
+    assert all(job.buffer.tobytes() == bytes(ROW) for job in mine), "nothing comes any more"
+
+
+@needs_io_uring
 @pytest.mark.parametrize("answer", [-errno.EINTR, -errno.EAGAIN, -errno.ECANCELED])
 def test_an_answer_that_another_try_cures(file: Path, monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
     tries: dict[int, int] = {}

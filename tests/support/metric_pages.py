@@ -21,6 +21,7 @@ TIERS_INFO = {
     "eviction": "lfu-decay",
     "host_eviction": "heat-weighted",
     "miss_mode": "auto",
+    "lookahead": "0",
     "layers": "43",
     "experts": "256",
     "top_k": "6",

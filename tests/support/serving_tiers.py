@@ -48,7 +48,7 @@ def serving_tiers(packs: FakePacks, model: FakeModel) -> Iterator[str]:
     port = free_port()
     stop_serving = serve_metrics(metrics, 0, port)
     done = threading.Event()
-    worker = threading.Thread(target=_run, args=(service, model, done))
+    worker = threading.Thread(target=_run, args=(service, model, metrics, done))
     worker.start()
     try:
         yield f"http://127.0.0.1:{port}/metrics"
@@ -59,7 +59,7 @@ def serving_tiers(packs: FakePacks, model: FakeModel) -> Iterator[str]:
         service.close()
 
 
-def _run(service: ExpertService, model: FakeModel, done: threading.Event) -> None:
+def _run(service: ExpertService, model: FakeModel, metrics: TierMetrics, done: threading.Event) -> None:
     run = Passes(model, service)
     prompt = np.array([True, True, True])
     step = 0
@@ -67,3 +67,14 @@ def _run(service: ExpertService, model: FakeModel, done: threading.Event) -> Non
         step += 1
         tokens = StepTokens(3, prompt) if step % 8 == 0 else StepTokens(3)
         run.step(model.inputs(3, seed=step % 40), tokens)
+        _guess(metrics)
+
+
+def _guess(metrics: TierMetrics) -> None:
+    """What a GPU would count that looks ahead: half of what it fetches is used."""
+    with metrics.behind.writing():
+        metrics.behind.add("ziggurat_inline_rows_total", 3)
+        metrics.behind.add("ziggurat_lookahead_guessed_rows_total", 4)
+        metrics.behind.add("ziggurat_lookahead_wanted_rows_total", 2)
+        metrics.behind.add("ziggurat_lookahead_fetched_bytes_total", 4 << 15)
+        metrics.behind.add("ziggurat_lookahead_used_bytes_total", 2 << 15)

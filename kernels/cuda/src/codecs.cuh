@@ -75,7 +75,9 @@ struct W2 {
     static constexpr bool SCALED = true;
     static constexpr int UNIT_TILES = 4;    // decode: tiles of a unit of work
     static constexpr int STAGE_BLOCKS = 8;  // decode: groups of a tile that a warp asks for at once
-    static constexpr bool PREFETCH = true;  // prefill: the next group's weights while this one is multiplied
+    // Prefill: the next group's weights are asked for while this one is multiplied, at once or, where registers do not
+    // hold two groups, each k-tile behind the one that it replaces.
+    static constexpr bool PREFETCH = true;
     static constexpr float POST = 8.0f;     // decoded bytes are level * 2^-3
     typedef CodeGroup<1> Group;
 
@@ -159,6 +161,15 @@ struct Verbatim {
                     *(uint4*)(q + 8 * kb + 4) = load_stream((const uint4*)(high + kt * 64));
                 }
             }
+        }
+        // Of a group all of whose k-tiles exist, one.
+        template <int KB>
+        __device__ __forceinline__ void load_part(const Matrix& m, i32 tile, i32 group, i32 lane) {
+            const i64 row_bytes = (i64)m.k_tiles * 64;
+            const u8* low = m.codes + (i64)(tile * TILE_ROWS + (lane >> 2)) * row_bytes + (lane & 3) * 16 +
+                            (group * GROUP_TILES + KB) * 64;
+            *(uint4*)(q + 8 * KB) = load_stream((const uint4*)low);
+            *(uint4*)(q + 8 * KB + 4) = load_stream((const uint4*)(low + 8 * row_bytes));
         }
     };
     DEV void bf16(const Group& g, int kb, u32 a[8]) {

@@ -29,6 +29,18 @@ struct PrefillUnit {
     bool first, second; // whether they are to be stored
 };
 
+// Without room for two groups in registers: a k-tile of the next group in place of the one just multiplied.
+template <class B, int KB>
+DEV void replace_part(typename B::Codec::Group w[2], const Matrix& m, const PrefillUnit& u, i32 group, i32 full, i32 lane) {
+    if constexpr (!B::Codec::PREFETCH) {
+        no_loads_ahead();
+        if (group + 1 < full) {
+            w[0].template load_part<KB>(m, u.tile0, group + 1, lane);
+            w[1].template load_part<KB>(m, u.tile1, group + 1, lane);
+        }
+    }
+}
+
 // N column tiles of 8 pairs; the pairs of an entry are no more than that.
 template <class B, bool DOWN, int N>
 DEV void prefill_unit(const Params& p, const Matrix& m, const PrefillUnit& u, u8 (*stages)[PREFILL_PAIRS * B::STAGE_ROW],
@@ -62,19 +74,22 @@ DEV void prefill_unit(const Params& p, const Matrix& m, const PrefillUnit& u, u8
             B::template stage<DOWN>(stages[turn], stage_scales[turn], source[i], (i * PREFILL_THREADS + tid) >> 4, chunk,
                                     moving[i]);
     };
-    if (PREFETCH && full > 0) load(0, w);
+    if (full > 0) load(0, w);
     fetch(0);
     store(0);
     __syncthreads();
     for (i32 group = 0; group < full; group++) {
         const i32 turn = group & 1;
-        if (!PREFETCH) load(group, w);
         if (PREFETCH && group + 1 < full) load(group + 1, next);
         if (group + 1 < groups) fetch(group + 1);
         multiply_columns<B, N, 0>(w, stages[turn], stage_scales[turn], lane, acc);
+        replace_part<B, 0>(w, m, u, group, full, lane);
         multiply_columns<B, N, 1>(w, stages[turn], stage_scales[turn], lane, acc);
+        replace_part<B, 1>(w, m, u, group, full, lane);
         multiply_columns<B, N, 2>(w, stages[turn], stage_scales[turn], lane, acc);
+        replace_part<B, 2>(w, m, u, group, full, lane);
         multiply_columns<B, N, 3>(w, stages[turn], stage_scales[turn], lane, acc);
+        replace_part<B, 3>(w, m, u, group, full, lane);
         if (group + 1 < groups) store(turn ^ 1);
         if (PREFETCH && group + 1 < full) w[0] = next[0], w[1] = next[1];
         __syncthreads();

@@ -13,6 +13,7 @@ import torch
 from support.admissions import admission_of
 from support.captured_moe import DIFFERENT, Captured, batch, opened
 from support.fake_moe import FakeModel, FakePacks, bits_equal, make_packs
+from ziggurat.kernels.lookahead import CHUNK_BYTES
 from ziggurat.residency.service import ExpertService
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +67,12 @@ def test_pools_and_arenas_of_any_size(
         counts = service.lookahead.counts()
         assert counts.guessed > 0
         assert counts.used <= counts.fetched
+        booked = [
+            service.metrics.value(f"ziggurat_lookahead_{name}_total")
+            for name in ("guessed_rows", "wanted_rows", "fetched_bytes", "used_bytes")
+        ]
+        chunks = [count * CHUNK_BYTES for count in (counts.fetched, counts.used)]
+        assert booked == [counts.guessed, counts.matched, *chunks]
         if arena == "100%":
             assert service.metrics.value("ziggurat_replay_passes_total") == 0
         print(pool, arena, counts)

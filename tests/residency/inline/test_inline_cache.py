@@ -120,6 +120,36 @@ def test_rows_that_are_brought_together_do_not_evict_each_other(small: Rig) -> N
     small.cache.close_epoch(step)
 
 
+def test_what_a_pass_took_from_the_arena_stays_beside_what_it_missed(packs: FakePacks) -> None:
+    """Room for six rows, of which 1 to 6 are here; 2 and 3 have slots."""
+    cache = rig(packs, 7).cache
+    assert cache.fill([(key, 1.0) for key in range(1, 7)], 6).read == 6
+    used, pooled = np.array([1, 2, 3, 20, 21]), np.array([False, True, True, True, False])
+    assert cache.beside(3, used, pooled) == frozenset({1, 2, 3})
+    assert cache.beside(4, used, pooled) == frozenset({1}), (
+        "rows with slots may leave if there is no room for all"
+    )
+    assert cache.beside(5, used, pooled) == frozenset({1})
+    assert cache.beside(6, used, pooled) is None
+    step = cache.open_epoch()
+    assert cache.bring({30: 1.0, 31: 1.0, 32: 1.0}, epoch=step, keep={1, 2, 3}).arrived == [30, 31, 32]
+    assert sorted(cache.held()) == [1, 2, 3, 30, 31, 32], "they came first, and are the policy's choice"
+    assert cache.promote([(40, 9.0)], lambda key: 1.0, 1).read == 0, "nor does anything else take their place"
+    cache.let_go()
+    assert cache.promote([(40, 9.0)], lambda key: 1.0, 1).read == 1
+    cache.close_epoch(step)
+    cache.check()
+
+
+def test_rows_with_a_place_for_good_take_none_from_the_others(packs: FakePacks) -> None:
+    cache = rig(packs, 7).cache
+    cache.fix([1, 2])
+    assert cache.fill([(3, 1.0), (4, 1.0)], 2).read == 2
+    used, pooled = np.array([1, 2, 3, 4]), np.zeros(4, dtype=np.bool_)
+    assert cache.beside(2, used, pooled) == frozenset({3, 4})
+    assert cache.beside(3, used, pooled) is None
+
+
 def test_rows_that_only_a_prompt_wants_are_brought_and_leave_first(small: Rig) -> None:
     small.fill(1, 2, 3)
     small.cache.touch([1, 2, 3, 9], [1.0, 0.0, 2.0, 1.0])

@@ -50,6 +50,43 @@ def test_rows_only_on_disk_are_read_and_the_step_runs_again(packs: FakePacks, mo
         assert bits_equal(result.value, again.value)
 
 
+def test_a_pass_finds_what_the_one_before_it_took_from_the_arena(packs: FakePacks, model: FakeModel) -> None:
+    """A step's twelve rows fit the arena, not the pool; so each pass settles one layer at least, and four suffice."""
+    miss = {"mode": "inline", "max_replays": 4}
+    with tiers(packs, slots=4, places=14, inline=True, miss=miss, eviction="lru") as service:
+        service.warm_start()
+        service.preheated()
+        assert service._inline is not None
+        run = Passes(model, service)
+        with service._inline.promoter.paused():  # a thread may take rows away for hotter ones
+            for seed in range(30):
+                x = model.inputs(1, seed=seed)
+                result = run.step(x)
+                assert result.outcome in ("clean", "inline", "replayed"), seed
+                assert bits_equal(result.value, packs.reference(model, x))
+        assert service.metrics.value("ziggurat_steps_total", "replayed") > 20
+
+
+def test_rows_that_do_not_fit_the_arena_together_are_not_read_for_nothing(
+    packs: FakePacks, model: FakeModel
+) -> None:
+    """They would push each other out, pass by pass."""
+    miss = {"mode": "inline", "max_replays": 4}
+    with tiers(packs, slots=6, places=18, inline=True, miss=miss) as service:
+        service.warm_start()
+        service.preheated()
+        assert service._inline is not None
+        run, passes = Passes(model, service), []
+        with service._inline.promoter.paused():
+            for seed in range(8):
+                x = model.inputs(2, seed=seed)
+                result = run.step(x)
+                assert result.outcome == "exact"
+                assert bits_equal(result.value, packs.reference(model, x))
+                passes.append(result.passes)
+        assert passes.count(2) >= 4, passes
+
+
 def test_after_the_last_replay_comes_an_exact_pass(packs: FakePacks, model: FakeModel) -> None:
     with tiers(packs, slots=24, places=30, inline=True, miss={"max_replays": 0}) as service:
         run = Passes(model, service)

@@ -106,6 +106,26 @@ def test_a_blind_pass_says_what_comes_next_and_finds_it_read(packs: FakePacks, m
     stream.cache.check()
 
 
+def test_a_row_is_read_once_by_a_pass_and_the_thread_ahead_of_it(packs: FakePacks, model: FakeModel) -> None:
+    """The thread gets to what it was told last whenever a row of the pass has been read."""
+    pack = WrappedPack(packs.open())
+    stream = Stream.over(packs, parts=2, rows=1, places=20, staging=16, pack=pack)
+    said: list[Sequence[int]] = [()]
+    stream.fetcher.upcoming = said.append
+
+    def read_ahead(key: int) -> None:
+        pack.before = lambda key: None
+        stream.cache.read_early(said[-1][:1], spare=8)
+        pack.before = read_ahead
+
+    pack.before = read_ahead
+    x = model.inputs(30)
+    value, _ = stream.step(model, x, blind=True)
+    assert bits_equal(value, packs.reference(model, x))
+    assert sorted(pack.log) == list(range(ROWS))
+    assert stream.cache.ahead_used > ROWS // 4
+
+
 def test_a_pass_that_raises_leaves_no_row_waiting(packs: FakePacks, model: FakeModel) -> None:
     stream = Stream.over(packs, parts=2, rows=4, places=8, staging=8)
     read_ahead(stream)
