@@ -192,7 +192,7 @@ def packing(result: Mapping[str, Any], origin: Callable[[Mapping[str, Any]], str
     ]
     where = "; ".join(
         dict.fromkeys(
-            f"{run['lanes']} {'processes' if run['processes'] else 'threads'} on {run['device']}"
+            f"{run['lanes']} lanes in {'processes' if run['processes'] else 'threads'} on {run['device']}"
             for run in result["runs"]
         )
     )

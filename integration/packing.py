@@ -71,7 +71,7 @@ def packing_device(wanted: str) -> str:
 class PackingPlan:
     """How packs are built.
 
-    encoder: on the device that was chosen. lanes: chunks under way. processes: whether each has a process of its own,
+    encoder: on the device that was chosen. lanes: chunks under way. processes: whether there are several processes,
     which pays where Python quantizes and there is much to do. peak_bytes: bound of the host memory that takes.
     """
 
@@ -91,7 +91,7 @@ class PackingPlan:
 
     def line(self) -> str:
         """For people."""
-        many = f"{self.lanes} {'processes' if self.processes else 'threads'}"
+        many = f"{self.lanes} lanes in {'processes' if self.processes else 'threads'}"
         return f"packing on {self.encoder.device}, {many}; host memory for it: at most {format_bytes(self.peak_bytes)}"
 
 
@@ -102,7 +102,7 @@ def plan_packing(
     encoder = encoder_for(checkpoint, config.codecs.base, packing_device(device))
     source = sum(checkpoint.layer_bytes(layer) for layer in range(len(checkpoint.layer_ids)))
     processes = encoder.device == "cpu" and source >= _WORTH_PROCESSES
-    lanes = default_lanes() if encoder.device == "cpu" else _GPU_LANES
+    lanes = default_lanes(processes=processes) if encoder.device == "cpu" else _GPU_LANES
     peak = peak_bytes(checkpoint, encoder, tp_size, lanes=lanes, processes=processes)
     return PackingPlan(encoder, lanes, processes, peak)
 

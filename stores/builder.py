@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ziggurat.stores.buildfile import BuildFile, building_path
 from ziggurat.stores.checkpoint import Checkpoint
-from ziggurat.stores.chunks import lane_bytes
+from ziggurat.stores.chunks import lane_bytes, working_bytes
 from ziggurat.stores.encoder import RowEncoder
 from ziggurat.stores.errors import DiskFullError
 from ziggurat.stores.filling import fill
@@ -17,11 +17,12 @@ from ziggurat.stores.locking import build_lock
 from ziggurat.stores.pack import Pack
 from ziggurat.stores.packformat import PackHeader, file_bytes, pack_filename, stride_of
 from ziggurat.stores.progress import NoProgress, ProgressSink
-from ziggurat.stores.workers import FIRST_PROCESS_BYTES, PROCESS_BYTES
+from ziggurat.stores.workers import FIRST_PROCESS_BYTES, LANES_OF_PROCESS, PROCESS_BYTES, workers_of
 from ziggurat.stores.writing import free_bytes, make_folder, remove_folders
 
 LOCK_SUFFIX = ".lock"
 MAX_LANES = 32
+MAX_PROCESSES = 32
 
 
 def expected_header(
@@ -45,9 +46,15 @@ def expected_header(
     )
 
 
-def default_lanes() -> int:
-    """Chunks under way: one for each processor this process may use, two that wait for the disk; at most 32."""
-    return min(len(os.sched_getaffinity(0)) + 2, MAX_LANES)
+def default_lanes(*, processes: bool = False) -> int:
+    """Chunks under way: one for each processor this process may use, two that wait for the disk; at most 32.
+
+    processes: as many processes as processors, at most 32, and the lanes of each.
+    """
+    processors = len(os.sched_getaffinity(0))
+    if processes:
+        return LANES_OF_PROCESS * min(max(processors, 2), MAX_PROCESSES)
+    return min(processors + 2, MAX_LANES)
 
 
 def peak_bytes(
@@ -61,14 +68,18 @@ def peak_bytes(
 ) -> int:
     """Upper bound of the host memory `build_pack` takes on top of the process, in bytes.
 
-    For each lane a chunk of the checkpoint, its rows, and an encoder's working memory (`lane_bytes`); with `processes`
-    also those processes' own. Files are read and written past the page cache where the filesystem allows it; what goes
-    through it, the kernel can take back.
+    For each lane a chunk of the checkpoint and its rows (`lane_bytes`); an encoder's working memory for each lane or,
+    with `processes`, for each process, of whose lanes one quantizes at a time; and those processes' own. Files are read
+    and written past the page cache where the filesystem allows it; what goes through it, the kernel can take back.
     """
     count = tp_size if ranks is None else len(ranks)
-    lanes = default_lanes() if lanes is None else lanes
-    own = FIRST_PROCESS_BYTES + (lanes - 1) * PROCESS_BYTES if processes and lanes > 1 else 0
-    return own + lanes * lane_bytes(checkpoint, encoder, [stride_of(encoder.row_bytes(tp_size))] * count)
+    lanes = default_lanes(processes=processes) if lanes is None else lanes
+    strides = [stride_of(encoder.row_bytes(tp_size))] * count
+    at_once, own = lanes, 0
+    if processes and lanes > 1:
+        at_once = 1 + workers_of(lanes)
+        own = FIRST_PROCESS_BYTES + (at_once - 1) * PROCESS_BYTES
+    return own + lanes * lane_bytes(checkpoint, strides) + at_once * working_bytes(checkpoint)
 
 
 def build_pack(
@@ -89,7 +100,7 @@ def build_pack(
     replaces all. An unfinished build of an earlier run is continued. Same inputs, same bytes.
 
     So many `lanes` each read, encode and write a chunk (some experts of a layer) at a time, in threads of this process,
-    or, with `processes`, all but one in processes of their own, for which the encoder must be one that can be pickled.
+    or, with `processes`, all but a few in other processes, for which the encoder must be one that can be pickled.
     All ranks share the reading and the quantization. Host memory: see `peak_bytes`.
 
     After an error the folder is as it was: files this run created are gone, an unfinished build of an earlier run keeps
@@ -115,7 +126,7 @@ def build_pack(
                         encoder,
                         files,
                         progress or NoProgress(),
-                        lanes or default_lanes(),
+                        lanes or default_lanes(processes=processes),
                         processes=processes,
                     )
                     for file in files:

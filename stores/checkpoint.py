@@ -71,6 +71,7 @@ class Checkpoint:
         self.expert_tensor_names = frozenset[str]() if inventory is None else inventory.names
         self.headers = headers
         self.shards = tuple(header.path for header in headers)
+        self._made_of = (path, config, headers, inventory, stored, identity)
         self._main_layers = config.layers
         self._inventory = inventory
         self._data_starts = [header.data_start for header in headers]
@@ -95,6 +96,10 @@ class Checkpoint:
         return cls(
             folder, config, shards.headers, inventory, stored, identity_of(shards.headers, config.block)
         )
+
+    def __reduce__(self) -> tuple[type[Checkpoint], tuple[object, ...]]:
+        """For another process, which then need not read the headers and sampled pages again."""
+        return Checkpoint, self._made_of
 
     @property
     def has_experts(self) -> bool:

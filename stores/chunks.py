@@ -112,15 +112,21 @@ class Lane:
         return digests
 
 
-def lane_bytes(checkpoint: Checkpoint, encoder: RowEncoder, strides: Sequence[int]) -> int:
-    """Upper bound of what one lane takes: a chunk as it is read, its rows for every file, and what working on it takes.
+def lane_bytes(checkpoint: Checkpoint, strides: Sequence[int]) -> int:
+    """Upper bound of what one lane takes: a chunk as it is read, its rows for every file, and its thread.
 
-    That is 16 bytes per weight of one matrix (codecs work in tiles and were measured to take 1 to 4), and a stack and
-    what an allocator holds back for a thread.
+    That is a stack and what an allocator holds back for a thread.
     """
     per_chunk = experts_per_chunk(checkpoint)
     source = max(
         extents_bytes(checkpoint, layer, range(per_chunk)) for layer in range(len(checkpoint.layer_ids))
     )
-    working = WORKING_BYTES_PER_WEIGHT * checkpoint.hidden * checkpoint.intermediate + THREAD_BYTES
-    return source + per_chunk * sum(strides) + working
+    return source + per_chunk * sum(strides) + THREAD_BYTES
+
+
+def working_bytes(checkpoint: Checkpoint) -> int:
+    """Upper bound of what quantizing takes, for each that goes on at once.
+
+    That is 16 bytes per weight of one matrix (codecs work in tiles and were measured to take 1 to 4).
+    """
+    return WORKING_BYTES_PER_WEIGHT * checkpoint.hidden * checkpoint.intermediate

@@ -16,7 +16,7 @@ from ziggurat.stores.chunks import Chunk, Digests, Lane, chunks_of, experts_per_
 from ziggurat.stores.encoder import RowEncoder
 from ziggurat.stores.loading import ExpertLoader
 from ziggurat.stores.progress import ProgressSink
-from ziggurat.stores.workers import WorkerProcesses
+from ziggurat.stores.workers import WorkerProcesses, own_lanes
 
 Build = Callable[[Chunk], Digests]
 
@@ -33,8 +33,9 @@ def fill(
 ) -> None:
     """Write every absent row of the files, which are the ranks of one tensor-parallel size.
 
-    So many lanes work on a chunk each: threads of this process, or one thread, which begins at once, and processes,
-    which take a second or two to start. Layers that are done are synced meanwhile. lane: what they do with a chunk.
+    So many lanes work on a chunk each: threads of this process, or a few threads, which begin at once, and the others
+    in processes, which take a second or two to start. Layers that are done are synced meanwhile. lane: what they do
+    with a chunk.
     Raises the first error of the encoder or of a write, after all have stopped.
     """
     per_chunk = experts_per_chunk(checkpoint)
@@ -53,7 +54,7 @@ def fill(
         with ExitStack() as stack:
             others: Sequence[Build] = ()
             if processes and lanes > 1:
-                workers = WorkerProcesses(lanes - 1, checkpoint, encoder, rows_of, lane)
+                workers = WorkerProcesses(lanes - own_lanes(lanes), checkpoint, encoder, rows_of, lane)
                 others = stack.enter_context(workers).builders
             loader = stack.enter_context(closing(ExpertLoader(checkpoint)))
             own = [lane(checkpoint, loader, encoder, rows_of).build for _ in range(lanes - len(others))]

@@ -18,8 +18,10 @@ from support.building import snapshot
 from support.checkpoints import SizeArgs, write_checkpoint
 from support.progress import Recorder
 from support.verbatim import VerbatimEncoder
+from ziggurat.stores import workers
 from ziggurat.stores.builder import build_pack
 from ziggurat.stores.checkpoint import Checkpoint
+from ziggurat.stores.chunks import Chunk
 from ziggurat.stores.stored import StoredExpert
 from ziggurat.stores.workers import WorkerError
 
@@ -97,6 +99,25 @@ def test_a_process_that_dies_is_an_error(model: Path, tmp_path: Path) -> None:
         build_pack(checkpoint, Dying(checkpoint), tmp_path, lanes=3, processes=True)
     assert snapshot(tmp_path) == {}
     assert children() == []
+
+
+def test_a_checkpoint_that_changed_since_is_an_error(
+    small: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(workers, "_states", lambda checkpoint: [(0, 0, 0, 0) for _ in checkpoint.shards])
+    with workers.WorkerProcesses(1, small, VerbatimEncoder(small), []) as others:
+        (build,) = others.builders
+        with pytest.raises(WorkerError, match="ended unexpectedly"):
+            build(Chunk(0, (0,), ()))
+    assert "the checkpoint changed while it was being packed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lanes", "own", "processes"), [(2, 1, 1), (3, 2, 1), (6, 3, 1), (7, 3, 2), (12, 3, 3)]
+)
+def test_where_lanes_are(lanes: int, own: int, processes: int) -> None:
+    assert workers.own_lanes(lanes) == own
+    assert workers.workers_of(lanes) == processes
 
 
 BUILD = """
