@@ -95,7 +95,8 @@ def test_churn(packs: FakePacks, model: FakeModel, resident: list[torch.Tensor],
                 assert bits_equal(result.value, resident[step % DIFFERENT]), (step, result.outcome)
         print(outcomes, churn.evicted, churn.filled)
         assert outcomes["replayed"] > 0
-        assert outcomes["inline"] > 0
+        if arena == "100%":  # in a smaller one, that a step finds everything there is a rare accident
+            assert outcomes["inline"] > 0
         assert min(churn.evicted, churn.filled) > 100
 
 
