@@ -287,7 +287,7 @@ def test_gpu_tables(tmp_path: Path) -> None:
     assert set(contents) == set(tables.GPU_RENDERERS)
     rates = "1.50 GB/s | 9.00 GB/s | 8.00 GB/s | 1.50 GB/s | 1.40 GB/s"
     assert f"| bf16 → `w2`, 8.0 GiB | {rates} | 0.93 | 0.93 | 300 of 900 MiB |" in rendered
-    assert "4 threads on cuda:0. " in rendered
+    assert "4 lanes in threads on cuda:0. " in rendered
     assert "| 64 x 64 KiB | 30.9 (0.56) | 46.4 (0.84) | 0.90 | 0.90 |" in rendered
     assert "| full: 25 % | 24 | 40 | 600 | 8 clean, 16 exact | no |" in rendered
     assert "| `gate_up`, 8 tokens, as it is |  |" in rendered
