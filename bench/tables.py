@@ -31,10 +31,12 @@ PAGES = (
     *(
         ROOT / "docs" / f"{name}.md"
         for name in (
+            "admission",
             "benchmarks",
             "host_tier",
             "lookahead",
             "metrics",
+            "offloaders",
             "performance",
             "policies",
             "sizing",

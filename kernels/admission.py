@@ -36,7 +36,7 @@ from typing import Final
 import torch
 
 CANDIDATES: Final = 32
-HALF_LIFE: Final = 64  # passes; longer ones keep what has gone cold (docs/performance.md)
+HALF_LIFE: Final = 64  # passes; longer ones keep what has gone cold (docs/admission.md)
 HEAT_UNIT: Final = 1 << 12
 HEAT_MOST: Final = (1 << 31) - 1
 ABSENT: Final = -1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ziggurat.allocators.limits import HostLimits
+from ziggurat.allocators.shared.messages import Status
 from ziggurat.allocators.topology import Gpu, GpuSurvey, NumaNode
 from ziggurat.integration import device, machine
 from ziggurat.integration.device import resolve_device
@@ -156,3 +157,25 @@ def test_a_locked_memory_limit_binds_unless_it_is_known_not_to(
     found = machine_limits(config(tmp_path), [])
     assert found.memlock == 8 << 20
     assert "8.00 MiB is taken to count memory registered with CUDA" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("allocatable", "huge", "room"),
+    [
+        (40 * GIB, 0, 38 * GIB),  # what is available, but for what a machine keeps for itself
+        (3 * GIB, 12 * GIB, 12 * GIB),  # reserved huge pages are not among what is available
+        (40 * GIB, 12 * GIB, 38 * GIB),  # an arena is of one kind of pages
+        (90 * GIB, 0, 60 * GIB),  # the arena process's own limit
+        (None, 12 * GIB, 60 * GIB),  # it does not know what is available
+    ],
+)
+def test_what_an_arena_process_can_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allocatable: int | None, huge: int, room: int
+) -> None:
+    status = Status(1, 60 * GIB, allocatable, (), huge)
+    monkeypatch.setattr(machine, "ask_status", lambda path: status)
+    monkeypatch.setattr(machine, "memory_reserve", lambda available: 2 * GIB)
+    tiers = TiersConfig.from_mapping(
+        {"tiers": {"disk": {"path": tmp_path}, "host": {"share": str(tmp_path / "socket")}}}
+    )
+    assert machine_limits(tiers, []).arena_room == room
