@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,9 +70,14 @@ def spans_of(graph: torch.cuda.CUDAGraph) -> list[Span]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         graph.replay()
         torch.cuda.synchronize()
+    return device_spans(profiled.events() or ())
+
+
+def device_spans(events: Iterable[Any]) -> list[Span]:
+    """What ran on the device, of a profile's events, in the order of their starts."""
     found = [
         Span(short_name(event.name), float(event.time_range.start), float(event.device_time))
-        for event in profiled.events() or ()
+        for event in events
         if str(event.device_type).endswith("CUDA")
     ]
     return sorted(found, key=lambda span: span.start)

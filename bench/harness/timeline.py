@@ -4,33 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from bench.gpu_timing import Span, device_spans
 from bench.harness.measure import start_anew, warmed
 from bench.harness.routing import Routing
 from bench.harness.stack import Stack
-from bench.kernel_names import short_name
 from ziggurat.residency.service import ExpertService, StepTokens
 
 GATHER = "gather"
 _LISTED_LAYERS = 4
 
 
-class Activity(NamedTuple):
-    """Microseconds, `start` since the first one of the step."""
-
-    name: str
-    start: float
-    us: float
-
-    @property
-    def end(self) -> float:
-        return self.start + self.us
-
-
-def profiled(service: ExpertService, stack: Stack, routing: Routing, warm: int) -> list[Activity]:
+def profiled(service: ExpertService, stack: Stack, routing: Routing, warm: int) -> list[Span]:
     """The activities of step number `warm`, captured as a graph, after the warm ones. Needs a CUDA device."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -48,21 +36,16 @@ def profiled(service: ExpertService, stack: Stack, routing: Routing, warm: int) 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         service.run_step(forward, tokens)
         torch.cuda.synchronize()
-    found = [
-        Activity(short_name(event.name), float(event.time_range.start), float(event.device_time))
-        for event in profiler.events() or ()
-        if str(event.device_type).endswith("CUDA")
-    ]
-    return from_zero(found)
+    return from_zero(device_spans(profiler.events() or ()))
 
 
-def from_zero(activities: Iterable[Activity]) -> list[Activity]:
+def from_zero(activities: Iterable[Span]) -> list[Span]:
     """In order of their starts, the first of which is 0."""
     ordered = sorted(activities, key=lambda one: one.start)
     return [one._replace(start=one.start - ordered[0].start) for one in ordered]
 
 
-def summary(activities: Sequence[Activity], row_bytes: int) -> dict[str, Any]:
+def summary(activities: Sequence[Span], row_bytes: int) -> dict[str, Any]:
     """Totals by kernel, time without any, and what the gathers reach; the kernels of the first layers in full.
 
     gather_alone_us: only gathers run. A gather that finds nothing to copy is over in a few microseconds.
@@ -89,7 +72,7 @@ def summary(activities: Sequence[Activity], row_bytes: int) -> dict[str, Any]:
     }
 
 
-def _first(activities: Sequence[Activity]) -> list[Activity]:
+def _first(activities: Sequence[Span]) -> list[Span]:
     """Up to the last kernel of the first few layers."""
     seen = 0
     for number, one in enumerate(activities):
@@ -99,7 +82,7 @@ def _first(activities: Sequence[Activity]) -> list[Activity]:
     return list(activities)
 
 
-def _covered(activities: Iterable[Activity]) -> float:
+def _covered(activities: Iterable[Span]) -> float:
     """Length of the union of their intervals."""
     total, end = 0.0, float("-inf")
     for one in sorted(activities, key=lambda activity: activity.start):

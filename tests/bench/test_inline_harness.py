@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench import inline_gather
+from bench.gpu_timing import Span
 from bench.harness import churn as churning
 from bench.harness import decode, inline, prefill, timeline
 from bench.harness.decode import Case
@@ -17,7 +18,6 @@ from bench.harness.memory import SharedMemory
 from bench.harness.routing import synthetic
 from bench.harness.rows import MemoryPack
 from bench.harness.stack import Stack
-from bench.harness.timeline import Activity
 from bench.shapes import MoeShape
 from ziggurat.kernels.codecs.registry import get_codec
 from ziggurat.kernels.geometry import ExpertGeometry
@@ -125,10 +125,10 @@ def test_churn_leaves_every_bit_alone() -> None:
 def test_a_timeline_adds_up() -> None:
     found = timeline.from_zero(
         [
-            Activity("gather_missing", 110.0, 40.0),
-            Activity("route_small", 100.0, 10.0),
-            Activity("gate_up", 112.0, 20.0),
-            Activity("combine", 160.0, 5.0),
+            Span("gather_missing", 110.0, 40.0),
+            Span("route_small", 100.0, 10.0),
+            Span("gate_up", 112.0, 20.0),
+            Span("combine", 160.0, 5.0),
         ]
     )
     assert [one.start for one in found] == [0.0, 10.0, 12.0, 60.0]
