@@ -268,7 +268,7 @@ class Account:
 
     def _set_arena(self, writer: MetricWriter) -> None:
         self._set_tier(writer, "arena", self._cache.capacity, self._cache.used)
-        writer.set("ziggurat_stuck_places", self._cache.stuck)
+        writer.set("ziggurat_stuck_rows", self._cache.stuck)
 
     def _set_tier(self, writer: MetricWriter, tier: str, capacity: int, used: int) -> None:
         put = writer.set

@@ -253,7 +253,7 @@ METRICS: tuple[MetricSpec, ...] = (
         labels=(("reason", FAILED_READS),),
     ),
     MetricSpec(
-        "ziggurat_stuck_places",
+        "ziggurat_stuck_rows",
         "gauge",
         "Places in host memory that are out of use, since a read that was given up has not returned",
     ),

@@ -330,7 +330,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         "made anew, written back: {{written_back}}",
                     ),
                     (_increase("ziggurat_io_errors_total"), "lost"),
-                    (f"sum({_of('ziggurat_stuck_places')})", "places that wait for a read, now"),
+                    (f"sum({_of('ziggurat_stuck_rows')})", "places that wait for a read, now"),
                 ),
                 description="A row that is lost fails the requests that need it. Places that wait are out of use.",
             ),

@@ -157,13 +157,13 @@ def test_a_service_on_a_disk_that_hangs(packs: FakePacks, model: FakeModel, mode
         assert "not returned" in str(result.failures[0])
         assert service.metrics.value("ziggurat_failed_reads_total", "timeout") > 0
         assert service.metrics.value("ziggurat_failed_reads_total", "io") == 0
-        assert service.metrics.value("ziggurat_stuck_places") > 0
+        assert service.metrics.value("ziggurat_stuck_rows") > 0
         disk.answer()
         wait_until(lambda: not service.cache.stuck)
         again = run.step(x)
         assert again.outcome in ("clean", "replayed")
         assert bits_equal(again.value, wanted)
-        assert service.metrics.value("ziggurat_stuck_places") == 0
+        assert service.metrics.value("ziggurat_stuck_rows") == 0
 
 
 def test_a_service_ends_while_a_thread_waits(packs: FakePacks, model: FakeModel) -> None:

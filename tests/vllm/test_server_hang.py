@@ -85,7 +85,7 @@ def test_a_disk_that_hangs_and_comes_back(server: Server, disk: HangingDisk) -> 
     assert server.total("ziggurat_failed_reads_total", reason="timeout") > 0
     assert server.total("ziggurat_failed_reads_total", reason="io") == 0
     assert server.total("ziggurat_rebuilt_rows_total") == 0
-    assert server.total("ziggurat_stuck_places") > 0
+    assert server.total("ziggurat_stuck_rows") > 0
     assert disk.held > 0
     # Those that follow do not wait: nothing is begun on such a disk.
     for _ in range(3):
@@ -99,7 +99,7 @@ def test_a_disk_that_hangs_and_comes_back(server: Server, disk: HangingDisk) -> 
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert [server.answer(prompt) for prompt in prompts] == expected
-    assert server.total("ziggurat_stuck_places") == 0
+    assert server.total("ziggurat_stuck_rows") == 0
     assert server.get("/health")[0] == 200
 
 
