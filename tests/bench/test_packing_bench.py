@@ -22,9 +22,8 @@ def test_a_small_run(tmp_path: Path, runs: list[str]) -> None:
     for run in result["runs"]:
         assert run["source_bytes"] >= 2**20
         assert set(run["gb_per_s"]) == {"read", "quantize", "write", "copy", "pack"}
-        assert run["slowest"] == min(
-            ("read", "quantize", "write"), key=lambda part: run["seconds"][part][0] * -1
-        )
+        alone = {part: run["seconds"][part][0] for part in ("read", "quantize", "write")}  # rounded
+        assert alone[run["slowest"]] == max(alone.values())
         assert run["bound_mib"] > 0
     rendered = tables.render("<!-- results:begin packing -->\n<!-- results:end packing -->\n", tmp_path)
     for run in result["runs"]:
