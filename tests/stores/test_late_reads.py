@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 import pytest
 
-from support.hanging_disk import hanging_disk
+from support.hanging_disk import HangingDisk, hanging_disk
 from ziggurat.stores.buffers import aligned_buffer
 from ziggurat.stores.readers import ring as io
 from ziggurat.stores.readers import uring
@@ -44,6 +44,9 @@ class Disk(Protocol):
 
     def hang(self, start: int = 0, end: int = FOR_EVER) -> None: ...
 
+    def asked(self) -> None:
+        """Wait until a read hangs: before that it can be cancelled, or be one that was never begun."""
+
     def answer(self) -> None: ...
 
 
@@ -53,6 +56,7 @@ class BlockingCalls:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._range = (0, 0)
+        self._asked = threading.Event()
         self._answered = threading.Event()
 
     def open(self, timeout: float | None = LIMIT) -> Reader:
@@ -62,12 +66,16 @@ class BlockingCalls:
         self._answered.clear()
         self._range = (start, end)
 
+    def asked(self) -> None:
+        assert self._asked.wait(60)
+
     def answer(self) -> None:
         self._range = (0, 0)
         self._answered.set()
 
     def _preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
         if touches(self._range, offset, sum(map(len, buffers))):
+            self._asked.set()
             assert self._answered.wait(60)
         return os.preadv(fd, buffers, offset)
 
@@ -109,6 +117,9 @@ class WithheldAnswers:
     def hang(self, start: int = 0, end: int = FOR_EVER) -> None:
         self._range = (start, end)
 
+    def asked(self) -> None:
+        pass  # being cancelled is withheld as well
+
     def answer(self) -> None:
         self._range = (0, 0)
 
@@ -119,16 +130,21 @@ class WithheldAnswers:
 class RealDisk:
     """A real file on a filesystem that does not answer."""
 
-    def __init__(self, path: Path, make: Callable[[float | None], Reader], hang: Callable[[int, int], None],
-                 answer: Callable[[], None]) -> None:  # fmt: skip
+    def __init__(self, path: Path, make: Callable[[float | None], Reader], disk: HangingDisk) -> None:
         self.path = path
-        self._make, self._hang, self.answer = make, hang, answer
+        self._make, self._disk = make, disk
 
     def open(self, timeout: float | None = LIMIT) -> Reader:
         return self._make(timeout)
 
     def hang(self, start: int = 0, end: int = FOR_EVER) -> None:
-        self._hang(start, end)
+        self._disk.hang(start, end)
+
+    def asked(self) -> None:
+        self._disk.wait_held()
+
+    def answer(self) -> None:
+        self._disk.answer()
 
 
 def touches(hung: tuple[int, int], offset: int, nbytes: int) -> bool:
@@ -147,7 +163,7 @@ def real_disk(
         def make(timeout: float | None) -> Reader:
             return kind(path, threads=THREADS, timeout=timeout, direct=direct)
 
-        yield RealDisk(path, make, disk.hang, disk.answer)
+        yield RealDisk(path, make, disk)
 
 
 @pytest.fixture(scope="module")
@@ -340,6 +356,7 @@ def test_leaving_early_does_not_wait_for_it(disk: Disk, leave: str) -> None:
     jobs = Jobs([0, 8])
     ends = reader.read(jobs.jobs, fresh=True)
     assert next(ends).tag == 0
+    disk.asked()
     begun = time.monotonic()
     if leave == "close":
         ends.close()
